@@ -197,8 +197,7 @@ class Prepared:
         self.case, declared = case, _declared(case.operator)
         call = case.calls(DEVICE.type)[case.call]
         self.call = call.map(tuner._copied)  # timed calls may change it, such as running statistics
-        with tuner.undisturbed(DEVICE):
-            self.expected = tuner.Expected.of(declared.reference, call, declared.exact, declared.unrounded)
+        self.expected = tuner.Expected.of(declared.reference, call, declared.exact, declared.unrounded)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             outs = _flat(declared.reference(call.map(tuner._copied).record))
         self.moved, self.flops = bytes_of(call.record, outs), counter.get_total_flops()
@@ -226,13 +225,12 @@ class Prepared:
         Raises:
             AssertionError: An error is larger than allowed, or something is written beside the tensors.
         """
-        with tuner.undisturbed(DEVICE):
-            if contender == COMPILED:  # whose buffers no guard sees
-                results = tuner.run(serve, self.expected.sample.map(tuner._copied), self.expected.douts)
-                found = tuner._compare(results, self.expected)
-            else:
-                found = tuner.check(serve, self.expected)
-            pytorchs = tuner.check(self.expected.reference, self.expected)
+        if contender == COMPILED:  # whose buffers no guard sees
+            results = tuner.run(serve, self.expected.sample.map(tuner._copied), self.expected.douts)
+            found = tuner._compare(results, self.expected)
+        else:
+            found = tuner.check(serve, self.expected)
+        pytorchs = tuner.check(self.expected.reference, self.expected)
         assert found.flaw is None, f"{self.case}: {contender}: {found.flaw}; it was not timed"
         return {"error": found.error, "error_allowed": found.allowed, "error_of_pytorch": pytorchs.error}
 

@@ -299,13 +299,7 @@ def _tuned(operator: str, call: Record, gradient: bool) -> str | None:
 
 
 def _has_choices(device: torch.device) -> bool:
-    return device.type in ("cpu", "cuda") and bool(choices.entries(_indexed(device)))
-
-
-def _indexed(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return device.type in ("cpu", "cuda") and bool(choices.entries(device))
 
 
 def _remembered(
@@ -316,12 +310,12 @@ def _remembered(
     Where a size is symbolic, the graph is for all sizes: the backend that most of their entries choose.
     """
     asked = _cache_key(operator, dtype, device, gradient, cost_class)
-    entries = choices.entries(_indexed(device))
+    entries = choices.entries(device)
     if ANY_SIZE not in asked:
         return entries[asked].chosen if asked in entries else None
     pattern = re.compile(re.escape(asked).replace(ANY_SIZE, "[0-9]+[+]"))
     known = [entry for cache_key, entry in entries.items() if pattern.fullmatch(cache_key)]
-    flawed = {name for entry in known for name, each in entry.measurements.items() if each.flaw is not None}
+    flawed = {name for entry in known for name in entry.flaws}
     counts = collections.Counter(entry.chosen for entry in known if entry.chosen not in flawed)
     return counts.most_common(1)[0][0] if counts else None
 
@@ -374,7 +368,7 @@ def _preferences(operator: str, device: torch.device) -> list[tuple[Sequence[str
         names = [n for n in _names_requested(operator) if n not in known or not known[n].is_partial]
         return [(names, "requested")]
     defaults = backends.operators[operator].defaults
-    tuned = choices.entries(_indexed(device)) if _has_choices(device) else {}
+    tuned = choices.entries(device) if _has_choices(device) else {}
     chosen = {entry.chosen for asked, entry in tuned.items() if asked.startswith(f"{operator}, ")}
     found: list[tuple[Sequence[str], str]] = [((name,), "tuned on this machine") for name in sorted(chosen)]
     rows = [row for row in TABLE if _is_for(row, operator, _processor(device))]

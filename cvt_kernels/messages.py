@@ -50,8 +50,6 @@ def _package_of(frame: FrameType) -> str:
 
 # Tables and names for terminals ---------------------------------------------------------------------------
 
-# Cells are text already; tabulate would print "0.10" as 0.1.
-_AS_IT_IS = {"disable_numparse": True}
 # Control characters of terminals: C0 except for the newline, DEL, C1, and bidirectional controls that embed,
 # override or isolate.
 _COMMANDS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -76,22 +74,11 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> li
 
     rows = [[printable_word(cell) for cell in row] for row in rows]
     sides = ["right" if i in right else "left" for i in range(len(rows[0]))]
-    return tabulate(rows, tablefmt="plain", colalign=sides, **_AS_IT_IS).split("\n")
+    # Cells are text already; tabulate would print "0.10" as 0.1.
+    return tabulate(rows, tablefmt="plain", colalign=sides, disable_numparse=True).split("\n")
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns the lines of a Markdown table, unpadded, so that a new row changes no other line."""
-    from tabulate import DataRow, TableFormat, tabulate
-
-    row = DataRow("| ", " | ", " |")
-    style = TableFormat(
-        lineabove=None,
-        linebelowheader=lambda widths, sides: "|---" * len(widths) + "|",
-        linebetweenrows=None,
-        linebelow=None,
-        headerrow=row,
-        datarow=row,
-        padding=0,
-        with_header_hide=None,
-    )
-    return tabulate(rows, headers="firstrow", tablefmt=style, stralign=None, **_AS_IT_IS).split("\n")
+    heading, *others = [f"| {' | '.join(row)} |" for row in rows]
+    return [heading, "|---" * len(rows[0]) + "|", *others]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,36 +69,13 @@ def autocast_enabled(x: Tensor) -> bool:
     """Returns whether autocast is on for the device of ``x``."""
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
         return False  # which torch.compile cannot trace, and is known sooner
-    device_type = _type_of(x)
+    device_type = x.device.type
     return _has_autocast(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which autocast is off for the device of ``x``."""
-    return torch.autocast(_type_of(x), enabled=False) if autocast_enabled(x) else contextlib.nullcontext()
-
-
-class _Rehearsal(threading.local):
-    """The type of device that meta tensors of a thread stand for."""
-
-    device_type = "meta"
-
-
-_rehearsal = _Rehearsal()
-
-
-@contextlib.contextmanager
-def meta_stands_for(device_type: str) -> Iterator[None]:
-    """Lets autocast for a type of device hold for meta tensors too, in this thread within a block."""
-    previous, _rehearsal.device_type = _rehearsal.device_type, device_type
-    try:
-        yield
-    finally:
-        _rehearsal.device_type = previous
-
-
-def _type_of(x: Tensor) -> str:
-    return _rehearsal.device_type if x.is_meta else x.device.type
+    return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -164,7 +140,7 @@ is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Returns autocast's dtype for ``x``; None without autocast, and for float64, which autocast leaves."""
     if autocast_enabled(x) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(_type_of(x))
+        return torch.get_autocast_dtype(x.device.type)
     return None
 
 

@@ -76,9 +76,7 @@ class ConvBatchNorm(NamedTuple):
         """
         checks.check_kind("conv", conv, nn.Conv2d)
         momentum, eps = _settings_of(bn)
-        bias, *tensors = _tensors_of(conv, bn)
-        weight, bn_weight, bn_bias, running_mean, running_var, num_batches_tracked = tensors
-        if bias is not None:
+        if conv.bias is not None:
             raise ValueError("conv: has a bias; expected bias=False, since BatchNorm subtracts it again")
         if conv.padding_mode != "zeros":
             raise ValueError(f"conv: padding_mode is {conv.padding_mode!r}; expected 'zeros'")
@@ -86,11 +84,9 @@ class ConvBatchNorm(NamedTuple):
         for name, value in (("stride", stride), ("padding", padding), ("dilation", dilation)):
             if isinstance(value, str) or value[0] != value[-1]:
                 raise ValueError(f"conv: {name} is {value!r}; expected one number for both directions")
-        # By position, since this is called for every branch of every forward.
-        return cls(
-            weight, bn_weight, bn_bias, running_mean, running_var, num_batches_tracked,
-            stride[0], int(padding[0]), dilation[0], momentum, eps, _process_group(bn),
-        )  # fmt: skip
+        parameters, buffers = (conv.weight, bn.weight, bn.bias), written_of(bn)
+        settings = stride[0], int(padding[0]), dilation[0], momentum, eps
+        return cls(*parameters, *buffers, *settings, _process_group(bn))
 
     def output_grid(self, grid: tuple[int, int]) -> tuple[int, int]:
         """Returns the output's (H, W) for an input of ``grid``; below 1 means that the output is empty."""
@@ -333,23 +329,6 @@ def _settings_of(bn: Any) -> tuple[float | None, float]:
         return 0.1, getattr(bn, "eps", 1e-5)  # those of transformers have no attribute of it
     checks.check_kind("bn", bn, nn.modules.batchnorm._BatchNorm)
     return bn.momentum, bn.eps
-
-
-def _tensors_of(conv: nn.Conv2d, bn: Any) -> tuple[Any, ...]:
-    """Returns the bias of a convolution, then the tensors of a ConvBatchNorm in order."""
-    if not (torch.compiler.is_compiling() or is_shadowed(conv) or is_shadowed(bn)):
-        of_conv, of_bn, buffers = conv._parameters, bn._parameters, bn._buffers
-        try:  # ten times as fast as attributes of the modules
-            return (
-                of_conv["bias"], of_conv["weight"], of_bn["weight"], of_bn["bias"],
-                buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"],
-            )  # fmt: skip
-        except KeyError:  # one is computed, as by nn.utils.parametrize, or the BatchNorm is frozen
-            pass
-    return (
-        conv.bias, conv.weight, bn.weight, bn.bias,
-        bn.running_mean, bn.running_var, getattr(bn, "num_batches_tracked", None),
-    )  # fmt: skip
 
 
 def _process_group(bn: nn.Module) -> dist.ProcessGroup | None:

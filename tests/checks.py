@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cvt_kernels import backends, choose, machine, reference
 from cvt_kernels.tuning import accuracy, choices
-from cvt_kernels.tuning.choices import Entry, Measurement
+from cvt_kernels.tuning.choices import Entry
 from tests.processes import run_python
 
 #: The programs that tests compile.
@@ -149,8 +149,7 @@ def add_marked_backend(backend: str, mark: float, operator: str = "gelu", **cond
 
 def remember_entry(backend: str, operator: str, *args: Any, **kwargs: Any) -> None:
     """Lets a backend serve calls with such arguments (the implementations'), as if it had been tuned."""
-    entry = Entry(backend, {backend: Measurement(error=0.0, allowed=0.0, seconds=1e-6, flaw=None)})
-    choices.use(args[0].device, {choose.cache_key(operator, *args, **kwargs): entry})
+    choices.use(args[0].device, {choose.cache_key(operator, *args, **kwargs): Entry(backend, {})})
     backends.forget()
 
 

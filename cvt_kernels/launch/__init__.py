@@ -26,19 +26,19 @@ __all__ = ["configuration", "generation_of", "kernels", "overridden", "register"
 
 
 class Kernel(NamedTuple):
-    """A kernel: the record of its configurations, and the formula that ranks them for a need."""
+    """A kernel: the record of its configurations, and their formula."""
 
     record: type
-    ranked: Callable[[Need], list[Any]]
+    formula: Callable[[Need], Any]
 
 
 _kernels: dict[str, Kernel] = {}
 _overrides: dict[str, Any] = {}
 
 
-def register(record: type, ranked: Callable[[Need], list[Any]], *names: str) -> None:
-    """Registers kernels by name, with the record of their configurations and the formula that ranks them."""
-    _kernels.update(dict.fromkeys(names, Kernel(record, ranked)))
+def register(record: type, formula: Callable[[Need], Any], *names: str) -> None:
+    """Registers kernels by name, with the record of their configurations and their formula."""
+    _kernels.update(dict.fromkeys(names, Kernel(record, formula)))
 
 
 def kernels() -> Mapping[str, Kernel]:
@@ -89,7 +89,7 @@ def configuration(kernel: str, dtype: torch.dtype, sizes: tuple[int, ...], rows:
 
 @functools.lru_cache(maxsize=4096)
 def _configuration(need: Need) -> Any:
-    return shipped(need) or _kernels[need.kernel].ranked(need)[0]
+    return shipped(need) or _kernels[need.kernel].formula(need)
 
 
 def shipped(need: Need) -> Any:

@@ -1,6 +1,6 @@
 """Formulas of launch configurations, for calls and GPUs that no table has.
 
-Each takes the need of a call and returns configurations, the best first. Tiles are as large as leaves a
+Each takes the need of a call and returns a configuration. Tiles are as large as leaves a
 program for every multiprocessor: a large tile reads little, a small one starts at once. Steps of the loop
 are long, and the pipeline deep, where a multiprocessor has one program only, whose loads nothing else hides.
 """
@@ -71,9 +71,9 @@ def _fitted(config: Product, need: Need) -> Product:
     return replace(config, num_stages=max(1, min(config.num_stages, most)))
 
 
-def _fitting(ranked: Callable[[Need], list[Product]]) -> Callable[[Need], list[Product]]:
+def _fitting(formula: Callable[[Need], Product]) -> Callable[[Need], Product]:
     """Returns a formula of products with pipelines that fit into shared memory."""
-    return lambda need: [_fitted(config, need) for config in ranked(need)]
+    return lambda need: _fitted(formula(need), need)
 
 
 def _tiles(config: Product, need: Need) -> int:
@@ -81,18 +81,15 @@ def _tiles(config: Product, need: Need) -> int:
     return -(-need.rows // config.block_m) * -(-need.sizes[1] // (config.width * config.parts))
 
 
-def _filling(ladder: list[Product], need: Need) -> list[Product]:
-    """Returns a ladder from large tiles to small ones, those first that leave few multiprocessors idle."""
-    filling = [config for config in ladder if 2 * _tiles(config, need) > need.chip.multiprocessors]
-    return filling + [config for config in reversed(ladder) if config not in filling]
-
-
 def _product(block_m: int, width: int, block_k: int, num_stages: int, num_warps: int = 4) -> Product:
     return Product(block_m=block_m, width=width, block_k=block_k, num_warps=num_warps, num_stages=num_stages)
 
 
-def _of_registers(need: Need) -> list[Product]:
-    """Returns the products of GPUs whose tensor cores take operands from registers, and of 32 bits."""
+def _of_registers(need: Need) -> Product:
+    """Returns the product of GPUs whose tensor cores take operands from registers, and of 32 bits.
+
+    It has the largest tiles that leave few multiprocessors idle.
+    """
     if need.numbers == "single":
         ladder = [_product(128, 64, 16, 3, 8), _product(64, 64, 16, 3), _product(32, 32, 32, 3)]
     else:
@@ -102,26 +99,22 @@ def _of_registers(need: Need) -> list[Product]:
             _product(64, 64, 32, 4),
             _product(32, 32, 64, 4),
         ]
-    return _filling([each for each in ladder if each.width <= max(64, need.sizes[1])], need)
+    narrow = [each for each in ladder if each.width <= max(64, need.sizes[1])]
+    filling = (each for each in narrow if 2 * _tiles(each, need) > need.chip.multiprocessors)
+    return next(filling, narrow[-1])
 
 
 @_fitting
-def linear_gelu(need: Need) -> list[Product]:
-    """Returns products of tall tiles, in few programs that stay where there are many."""
+def linear_gelu(need: Need) -> Product:
+    """Returns a product of tall tiles, in few programs that stay where there are many."""
     if need.generation == 80 or need.numbers == "single":
         return _of_registers(need)
     tall = _product(128, 64, 64, 3)
-    tiles, multiprocessors = _tiles(tall, need), need.chip.multiprocessors
-    persistent = replace(tall, num_stages=4, programs=2)
-    if need.generation == 100:
-        persistent = Product(block_m=128, width=256, block_k=64, num_stages=4, programs=1, specialized=True)
-    if tiles >= _PERSISTS * multiprocessors:
-        ranked = [persistent, _product(128, 128, 64, 2), tall]
-    elif need.rows <= 64:
-        ranked = [replace(tall, block_m=64), tall]
-    else:
-        ranked = [tall, persistent, _product(128, 128, 64, 2)]
-    return [_in_steps(config, need) for config in ranked]
+    if _tiles(tall, need) >= _PERSISTS * need.chip.multiprocessors:
+        if need.generation == 100:
+            return Product(block_m=128, width=256, block_k=64, num_stages=4, programs=1, specialized=True)
+        return _in_steps(replace(tall, num_stages=4, programs=2), need)
+    return _in_steps(replace(tall, block_m=64) if need.rows <= 64 else tall, need)
 
 
 def _in_steps(config: Product, need: Need) -> Product:
@@ -132,23 +125,21 @@ def _in_steps(config: Product, need: Need) -> Product:
 
 
 @_fitting
-def linear_add(need: Need) -> list[Product]:
-    """Returns products whose steps are long where tiles are few."""
+def linear_add(need: Need) -> Product:
+    """Returns a product whose steps are long where tiles are few."""
     if need.generation == 80 or need.numbers == "single":
         return _of_registers(need)
-    tall, wide = _product(128, 64, 64, 3), _product(128, 128, 64, 2)
-    deep, small = replace(tall, block_k=128, num_stages=4), _product(64, 32, 256, 4)
+    tall, wide, small = _product(128, 64, 64, 3), _product(128, 128, 64, 2), _product(64, 32, 256, 4)
     tiles, multiprocessors = _tiles(tall, need), need.chip.multiprocessors
     if tiles >= _PERSISTS * multiprocessors and need.sizes[1] % wide.width == 0:
-        return [wide, tall]
+        return wide
     if tiles >= multiprocessors:
-        return [tall, wide, deep]
+        return tall
     if 2 * tiles >= multiprocessors:
-        return [deep, tall, small]
+        return replace(tall, block_k=128, num_stages=4)
     if need.rows <= 64:
-        few = replace(small, block_m=32) if need.rows > 16 else replace(small, block_m=16, width=16)
-        return [few, small, deep]
-    return [small, replace(small, num_stages=3), deep]
+        return replace(small, block_m=32) if need.rows > 16 else replace(small, block_m=16, width=16)
+    return small
 
 
 def _whole_rows(need: Need) -> tuple[int, int, int]:
@@ -158,8 +149,8 @@ def _whole_rows(need: Need) -> tuple[int, int, int]:
 
 
 @_fitting
-def linear_add_layer_norm(need: Need) -> list[Product]:
-    """Returns products whose tiles have whole rows, in parts that waste few columns."""
+def linear_add_layer_norm(need: Need) -> Product:
+    """Returns a product whose tiles have whole rows, in parts that waste few columns."""
     outputs, width, parts = _whole_rows(need)
     if need.numbers == "single":
         rows, block_k, stages, warps = (32 if outputs <= 384 else 16), 16, 2, 8
@@ -170,50 +161,48 @@ def linear_add_layer_norm(need: Need) -> list[Product]:
     many = Product(
         block_m=rows, width=width, parts=parts, block_k=block_k, num_warps=warps, num_stages=stages
     )
-    short = replace(many, block_m=16, block_k=128 if block_k == 64 else block_k, num_warps=8)
-    is_full = 2 * _tiles(many, need) >= need.chip.multiprocessors
-    return [many, short] if is_full else [short, many]
+    if 2 * _tiles(many, need) >= need.chip.multiprocessors:
+        return many
+    return replace(many, block_m=16, block_k=128 if block_k == 64 else block_k, num_warps=8)
 
 
 @_fitting
-def patches(need: Need) -> list[Product]:
-    """Returns products of whole rows with long pipelines: there are many inputs, and often few tiles."""
-    ranked = linear_add_layer_norm(need)
+def patches(need: Need) -> Product:
+    """Returns a product of whole rows with long pipelines: there are many inputs, and often few tiles."""
+    config = linear_add_layer_norm(need)
     if need.generation == 100 and need.sizes[1] > 384:  # 64 rows of them would spill
-        ranked = [replace(each, block_m=min(each.block_m, 32)) for each in ranked]
-    if need.sizes[1] > 192:
-        return [replace(each, num_warps=8) for each in ranked]
-    return [replace(each, num_warps=4, num_stages=3) for each in ranked]
+        config = replace(config, block_m=min(config.block_m, 32))
+    wide = need.sizes[1] > 192
+    return replace(config, num_warps=8) if wide else replace(config, num_warps=4, num_stages=3)
 
 
 @_fitting
-def windows_in_registers(need: Need) -> list[Product]:
-    """Returns products whose first factor is made in registers: windows in a weight's order, or tokens.
+def windows_in_registers(need: Need) -> Product:
+    """Returns a product whose first factor is made in registers: windows in a weight's order, or tokens.
 
     Tiles of 32 rows are for ``mma``: where ``wgmma`` takes that factor from registers, Triton does not wait
     for the products of all parts before it overwrites it (3.7.1).
     """
     outputs, width, parts = _whole_rows(need)
-    tile = Product(block_m=32, width=width, parts=parts, block_k=64, num_warps=4, num_stages=4)
-    if need.numbers == "single":
-        tile = replace(tile, block_k=16)
-    return [tile if outputs <= 128 else replace(tile, num_warps=8)]
+    block_k = 16 if need.numbers == "single" else 64
+    warps = 4 if outputs <= 128 else 8
+    return Product(block_m=32, width=width, parts=parts, block_k=block_k, num_warps=warps, num_stages=4)
 
 
-def segmentation_head(need: Need) -> list[Product]:
+def segmentation_head(need: Need) -> Product:
     """Returns tiles of pixels; a step is as many channels as can be interpolated in registers."""
     if need.numbers == "single":
-        return [Product(block_m=32, width=32, parts=4, block_k=16, num_stages=1)]
+        return Product(block_m=32, width=32, parts=4, block_k=16, num_stages=1)
     wide = Product(block_m=64, width=64, parts=4, block_k=32, num_stages=2)
     if need.generation == 80:
-        return [replace(wide, block_m=32)]
-    return [replace(wide, width=32, parts=5) if need.sizes[1] <= 160 else wide]
+        return replace(wide, block_m=32)
+    return replace(wide, width=32, parts=5) if need.sizes[1] <= 160 else wide
 
 
 # Other kernels --------------------------------------------------------------------------------------------
 
 
-def conv_linear(need: Need) -> list[ConvLinear]:
+def conv_linear(need: Need) -> ConvLinear:
     """Returns tiles of one branch.
 
     A lane has as many tokens as registers allow: they share its taps. Tensor cores that take operands from
@@ -223,19 +212,16 @@ def conv_linear(need: Need) -> list[ConvLinear]:
     few = ConvLinear(tokens=32, branches=1, outputs=64, chunk=64, num_warps=8, registers=255)
     if need.numbers == "single":
         tile = replace(few, tokens=16, outputs=32, chunk=16)
-        return [replace(tile, outputs=64) if need.generation == 100 and channels > 256 else tile]
+        return replace(tile, outputs=64) if need.generation == 100 and channels > 256 else tile
     if channels <= 64:
-        registers = 128 if need.generation == 90 else 168
-        tile = replace(few, tokens=64, num_warps=4, registers=registers)
-        return [tile, replace(tile, tokens=32)]
+        return replace(few, tokens=64, num_warps=4, registers=128 if need.generation == 90 else 168)
     if need.generation == 80:
-        return [few if channels <= 256 else replace(few, chunk=32)]
+        return few if channels <= 256 else replace(few, chunk=32)
     few = replace(few, outputs=128)
     if channels > 256:
-        return [replace(few, tokens=64), few]
+        return replace(few, tokens=64)
     many = replace(few, tokens=64, num_warps=4)
-    is_full = 2 * need.rows >= many.tokens * need.chip.multiprocessors
-    return [many, few] if is_full else [few, many]
+    return many if 2 * need.rows >= many.tokens * need.chip.multiprocessors else few
 
 
 # Attention ------------------------------------------------------------------------------------------------
@@ -302,12 +288,12 @@ _ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
 ATTENTION_KERNELS = tuple(_ATTENTION["half", 80, 64])
 
 
-def attention(need: Need) -> list[Attention]:
+def attention(need: Need) -> Attention:
     """Returns the configuration of the newest generation that is no newer than the GPU's."""
     width, kernel = (64 if need.sizes[0] <= 64 else 128), need.kernel.removeprefix("attention_")
     generations = [g for n, g, w in _ATTENTION if (n, w) == (need.numbers, width) and g <= need.generation]
     known = _ATTENTION[need.numbers, max(generations), width]
-    return [Attention(**dict(zip(Attention.__dataclass_fields__, known[kernel], strict=True)))]
+    return Attention(**dict(zip(Attention.__dataclass_fields__, known[kernel], strict=True)))
 
 
 # Convolutional projection ---------------------------------------------------------------------------------
@@ -319,30 +305,29 @@ def attention(need: Need) -> list[Attention]:
 _SLIDING = Sliding(pairs=4, channels=64, registers=128, resident_warps=16)
 
 
-def sliding(need: Need) -> list[Sliding]:
+def sliding(need: Need) -> Sliding:
     """Returns warps that slide over pairs of columns."""
-    return [_SLIDING]
+    return _SLIDING
 
 
-def sliding_bwd_conv(need: Need) -> list[Sliding]:
+def sliding_bwd_conv(need: Need) -> Sliding:
     """Returns the same with registers for the gradients of the taps."""
     of_taps = replace(_SLIDING, registers=255)
-    ranked = [replace(of_taps, pairs=1, resident_warps=8), of_taps]
-    return ranked[::-1] if need.sizes[0] > 256 else ranked
+    return of_taps if need.sizes[0] > 256 else replace(of_taps, pairs=1, resident_warps=8)
 
 
 # Sums of partial sums are few programs that wait for their loads. On an H200, merge_stats took 2.3 µs, and
 # 0.6 for each turn of its loop: one turn has the regions of most calls, and all programs run at once.
 
 
-def merge_stats(need: Need) -> list[Pixels]:
+def merge_stats(need: Need) -> Pixels:
     """Returns tiles that merge the regions of most calls in one turn."""
-    return [Pixels(pixels=512, channels=8, num_warps=8, registers=128)]
+    return Pixels(pixels=512, channels=8, num_warps=8, registers=128)
 
 
-def sum_regions(need: Need) -> list[Pixels]:
+def sum_regions(need: Need) -> Pixels:
     """Returns tiles that add up partial sums."""
-    return [Pixels(pixels=256, channels=16, num_warps=8)]
+    return Pixels(pixels=256, channels=16, num_warps=8)
 
 
 # A lane of depthwise_conv_gelu has 4 channels of 16 bits, so that one access of 8 bytes moves them, or 2 of
@@ -350,54 +335,54 @@ def sum_regions(need: Need) -> list[Pixels]:
 # gradients of the taps beside them.
 
 
-def depthwise(need: Need) -> list[Sliding]:
+def depthwise(need: Need) -> Sliding:
     """Returns warps that slide over pairs of columns, with twice the channels."""
-    return [replace(_SLIDING, channels=128)]
+    return replace(_SLIDING, channels=128)
 
 
-def depthwise_bwd_conv(need: Need) -> list[Sliding]:
+def depthwise_bwd_conv(need: Need) -> Sliding:
     """Returns the same with registers for the gradients of the taps."""
-    return [replace(_SLIDING, channels=128, registers=255, resident_warps=8)]
+    return replace(_SLIDING, channels=128, registers=255, resident_warps=8)
 
 
 # Rows -----------------------------------------------------------------------------------------------------
 
 
-def embed(need: Need) -> list[Rows]:
+def embed(need: Need) -> Rows:
     """Returns the configuration of the embedding in one kernel.
 
     A thread has half a row's sums and two of its vectors in registers.
     """
     if need.numbers == "single" or need.sizes[0] > 64:
-        return [Rows(num_warps=4, resident_programs=2)]
+        return Rows(num_warps=4, resident_programs=2)
     registers, programs = {80: (168, 3), 90: (128, 4), 100: (168, 2)}[need.generation]
-    return [Rows(num_warps=4, registers=registers, resident_programs=programs)]
+    return Rows(num_warps=4, registers=registers, resident_programs=programs)
 
 
-def normalize(need: Need) -> list[Rows]:
+def normalize(need: Need) -> Rows:
     """Returns the tiles of the pass that normalizes an embedding's tokens."""
-    return [Rows(elements=4096 if need.numbers == "single" else 8192, num_warps=4)]
+    return Rows(elements=4096 if need.numbers == "single" else 8192, num_warps=4)
 
 
-def linear_rows(need: Need) -> list[Rows]:
+def linear_rows(need: Need) -> Rows:
     """Returns the configuration of a pass beside the products of a linear layer.
 
     A thread has 16 elements under way, and a multiprocessor as many programs as its registers hold.
     """
     if need.numbers == "single":
-        return [Rows(elements=2048, num_warps=4, registers=96, resident_programs=5)]
-    return [Rows(elements=2048, num_warps=4, resident_programs=8)]
+        return Rows(elements=2048, num_warps=4, registers=96, resident_programs=5)
+    return Rows(elements=2048, num_warps=4, resident_programs=8)
 
 
-def quantize(need: Need) -> list[Rows]:
+def quantize(need: Need) -> Rows:
     """Returns tiles of whole rows, as they are rounded."""
-    return [Rows(elements=4096, num_warps=4) if need.sizes[0] <= 4096 else Rows(elements=8192, num_warps=8)]
+    return Rows(elements=4096, num_warps=4) if need.sizes[0] <= 4096 else Rows(elements=8192, num_warps=8)
 
 
 # MLP ------------------------------------------------------------------------------------------------------
 
 
-def mlp(need: Need) -> list[Mlp]:
+def mlp(need: Need) -> Mlp:
     """Returns the configuration of the MLP; its sizes are the padded channels and hidden features.
 
     Weights stay in shared memory on sm_90. Two programs fit on a multiprocessor with weights of 64 KiB. On
@@ -408,13 +393,13 @@ def mlp(need: Need) -> list[Mlp]:
     is_small = channels <= 64 and channels * hidden <= 2**14
     if need.numbers == "single":
         rows = 64 if is_small else 32
-        return [Mlp(resident=False, block_rows=rows, block_hidden=32, num_warps=8)]
+        return Mlp(resident=False, block_rows=rows, block_hidden=32, num_warps=8)
     if need.generation == 80:
         rows = 128 if is_small else 64
-        return [Mlp(resident=False, block_rows=rows, block_hidden=32, num_warps=8, num_stages=2, programs=1)]
+        return Mlp(resident=False, block_rows=rows, block_hidden=32, num_warps=8, num_stages=2, programs=1)
     best = Mlp(resident=need.generation == 90, block_rows=128, block_hidden=64, num_warps=8)
     if is_small:
         best = replace(best, registers=128)
     elif best.resident:
         best = replace(best, programs=1)
-    return [best if best.resident else replace(best, num_stages=2)]
+    return best if best.resident else replace(best, num_stages=2)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import hashlib
 import importlib
 import os
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import machine, messages, modes
+from .. import machine
 
 
 class Chip(NamedTuple):
@@ -72,46 +70,10 @@ def intercepted_launches(take: Callable[[Launch], Any], chip: Chip | None = None
         interception = previous
 
 
-class _Planning(threading.local):
-    """The hook of each thread for its launches, and the chip that its meta tensors stand for."""
-
-    take: Callable[[Launch], Any] | None = None
-    chip: Chip | None = None
-
-
-_planning = _Planning()
-
-
-@contextlib.contextmanager
-def taken_launches(take: Callable[[Launch], Any]) -> Iterator[None]:
-    """Passes this thread's launches of Triton kernels in a block to ``take`` instead of running them."""
-    previous, _planning.take = _planning.take, take
-    try:
-        yield
-    finally:
-        _planning.take = previous
-
-
-@contextlib.contextmanager
-def rehearsed_launches(take: Callable[[Launch], Any], chip: Chip) -> Iterator[None]:
-    """Passes this thread's launches on meta tensors to ``take``, as they would be on a GPU with ``chip``.
-
-    Autograd computes gradients of meta tensors in the thread that asks for them.
-    """
-    previous, _planning.chip = _planning.chip, chip
-    try:
-        with taken_launches(take), modes.meta_stands_for("cuda"):
-            yield
-    finally:
-        _planning.chip = previous
-
-
 def chip(device: torch.device) -> Chip:
     """Returns the chip of a device; for Triton's interpreter on the CPU, sm_90 with one multiprocessor."""
     if interception is not None and interception.chip is not None:
         return interception.chip
-    if device.type == "meta" and _planning.chip is not None:
-        return _planning.chip
     return _cuda_chip(device.index) if device.type == "cuda" else Chip(90, 1)
 
 
@@ -157,9 +119,8 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, options: dict[str, in
     options = {"enable_fp_fusion": True, **options}  # Triton's default up to 3.9
     if overlaps(on.device):
         options["launch_pdl"] = True
-    take = _planning.take if interception is None else interception.take
-    if take is not None:
-        take(Launch(kernel, grid, arguments, options))
+    if interception is not None:
+        interception.take(Launch(kernel, grid, arguments, options))
         return
     settle_key(kernel)
     with current_device_of(on):
@@ -247,8 +208,6 @@ class TritonKernel(NamedTuple):
         try:
             return triton.compile(self.source(), target=self.target(), options=self.options)
         except Exception as error:  # Triton's own do not all survive the way to another process
-            if messages.is_foreign(error):
-                raise
             raise RuntimeError(f"{self.name} does not compile for sm_{self.arch}: {error}") from error
 
     def compile_into_cache(self) -> None:
@@ -261,23 +220,6 @@ class TritonKernel(NamedTuple):
         driver = importlib.import_module("triton.backends.nvidia.driver")
         if hasattr(driver, "make_launcher"):
             driver.CudaLauncher(compiled.src, compiled.metadata)
-
-    def is_cached(self) -> bool:
-        """Returns whether Triton's cache has it; False if this version of Triton does not tell."""
-        try:
-            from triton._C.libtriton import get_cache_invalidating_env_vars
-            from triton.compiler import make_backend
-            from triton.runtime.cache import get_cache_key, get_cache_manager
-
-            backend, source = make_backend(self.target()), self.source()
-            options = backend.parse_options(dict(self.options))
-            key = get_cache_key(source, backend, options, env_vars=get_cache_invalidating_env_vars())
-            manager = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-            return bool(manager.get_group(f"{source.name[:150]}.json"))
-        except Exception as error:  # these are Triton's own, and a launch will tell what is wrong
-            if messages.is_foreign(error):
-                raise
-            return False
 
     def source(self) -> Any:
         """Returns Triton's description of the kernel."""

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
+
+
+class _Launched:
+    """A record of fields that are Triton's launch options."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's launch options."""
+        fields = {"num_warps": "num_warps", "num_stages": "num_stages", "maxnreg": "registers"}
+        given = {option: getattr(self, field, None) for option, field in fields.items()}
+        return {option: value for option, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
+class Product(_Launched):
     """The configuration of a product of matrices, with what follows it: tile, warps and pipeline stages.
 
     Attributes:
@@ -29,14 +41,9 @@ class Product:
     programs: int = 0
     specialized: bool = False
 
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
-
 
 @dataclass(frozen=True, kw_only=True)
-class ConvLinear:
+class ConvLinear(_Launched):
     """The configuration of ``conv_linear``: its tiles, warps and registers.
 
     Attributes:
@@ -55,14 +62,9 @@ class ConvLinear:
     num_warps: int
     registers: int
 
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options."""
-        return {"num_warps": self.num_warps, "maxnreg": self.registers}
-
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class Attention(_Launched):
     """The configuration of a kernel of attention: tile sizes, warps and pipeline stages.
 
     Attributes:
@@ -77,14 +79,9 @@ class Attention:
     num_warps: int
     num_stages: int
 
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
-
 
 @dataclass(frozen=True, kw_only=True)
-class Pixels:
+class Pixels(_Launched):
     """The configuration of a kernel of the convolutional projection: its tile, warps and registers.
 
     Attributes:
@@ -99,11 +96,6 @@ class Pixels:
     channels: int
     num_warps: int
     registers: int = 255
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options."""
-        return {"num_warps": self.num_warps, "maxnreg": self.registers}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +116,7 @@ class Sliding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class Rows(_Launched):
     """The configuration of a kernel on whole rows of channels: its tile, warps, registers and programs.
 
     Attributes:
@@ -136,20 +128,15 @@ class Rows:
             resident on a multiprocessor. 0 for one program per tile.
     """
 
+    num_stages: ClassVar[int] = 1  # loops are not pipelined: other programs hide the latency
     elements: int = 0
     num_warps: int
     registers: int | None = None
     resident_programs: int = 0
 
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options. Loops are not pipelined: other programs hide the latency."""
-        options = {"num_warps": self.num_warps, "num_stages": 1}
-        return options if self.registers is None else options | {"maxnreg": self.registers}
-
 
 @dataclass(frozen=True, kw_only=True)
-class Mlp:
+class Mlp(_Launched):
     """The configuration of the MLP in one kernel.
 
     Attributes:
@@ -169,9 +156,3 @@ class Mlp:
     num_stages: int = 1
     programs: int = 2
     registers: int | None = None
-
-    @property
-    def options(self) -> dict[str, int]:
-        """Triton's launch options."""
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options if self.registers is None else options | {"maxnreg": self.registers}

@@ -200,18 +200,6 @@ def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]
         return copy
 
 
-def packed_bytes() -> int:
-    """Returns the bytes of all packed copies that are tensors or sequences of tensors."""
-    with _lock:
-        return sum(_bytes_of(copy.made) for copy in _known.values())
-
-
-def _bytes_of(made: Any) -> int:
-    if isinstance(made, Tensor):
-        return made.untyped_storage().nbytes() if not made.is_mkldnn else made.numel() * made.element_size()
-    return sum(map(_bytes_of, made)) if isinstance(made, list | tuple) else 0
-
-
 def release_memory() -> None:
     """Frees the memory that CPU kernels keep between calls: packed weights and workspaces.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import backends, choose, machine
+from . import tuner
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,18 @@ class OperatorCall(NamedTuple):
     device: torch.device
     autocast: torch.dtype | None
 
-    def make_arguments(self) -> dict[str, Any]:
-        """Makes the arguments, with the same numbers every time."""
+    def task(self) -> tuner.Task:
+        """Makes the arguments, with the same numbers every time; returns what checks and times the call."""
         generator = torch.Generator(self.device).manual_seed(0)
-        return pytree.tree_map_only(
+        arguments = pytree.tree_map_only(
             TensorLike, lambda like: like.make(self.device, generator), self.arguments
         )
+        return tuner.task_of(self.operator, **arguments)
+
+    def autocasting(self) -> torch.autocast:
+        """Returns the autocast around the call, without its cache, which would keep copies of weights."""
+        on = self.autocast is not None
+        return torch.autocast(self.device.type, self.autocast, enabled=on, cache_enabled=False)
 
 
 def call_of(operator: str, *args: Any, **kwargs: Any) -> OperatorCall:

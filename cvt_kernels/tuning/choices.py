@@ -10,49 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import stat
-import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ..messages import stacklevel_of_caller
 from .key import digest, machine_key
 
-_SCHEMA, _VERSION = "cvt-kernels choices", 1
-_MOST_BYTES = 2**24  # of a file; an entry takes about five hundred
-_LOCK_SECONDS = 10.0  # that a process waits while another one writes
+_SCHEMA, _VERSION = "cvt-kernels choices", 2
 
 #: The beginning of a flaw that may pass, such as a full disk or a killed compiler.
 FAILS_HERE = "fails here: "
-
-
-class Measurement(NamedTuple):
-    """The error and the time of one candidate.
-
-    Attributes:
-        error: Its largest error against float64; None if there is no number.
-        allowed: The largest allowed error.
-        seconds: The fastest run, with a cold L2: on a GPU of the device, on a CPU of the call. None if it was
-            not timed.
-        flaw: Why it cannot serve, or None: ``wrong: …``, ``fails: …``, ``fails here: …``, ``hangs: …`` or
-            ``dies: …``.
-    """
-
-    error: float | None
-    allowed: float | None
-    seconds: float | None
-    flaw: str | None
-
-    @property
-    def is_lasting(self) -> bool:
-        """False if its flaw may pass, so that it must not be remembered."""
-        return self.flaw is None or not self.flaw.startswith(FAILS_HERE)
 
 
 class Entry(NamedTuple):
@@ -60,36 +33,65 @@ class Entry(NamedTuple):
 
     Attributes:
         chosen: The backend that serves.
-        measurements: Backend → its measurement.
+        flaws: Backend → why it cannot serve; none for those that are right.
     """
 
     chosen: str
-    measurements: dict[str, Measurement]
+    flaws: Mapping[str, str]
 
     @property
     def is_lasting(self) -> bool:
-        """True if all measurements are lasting; otherwise it holds for this process only."""
-        return all(measurement.is_lasting for measurement in self.measurements.values())
+        """False if a flaw may pass, so that the choice must not be written down."""
+        return not any(flaw.startswith(FAILS_HERE) for flaw in self.flaws.values())
 
 
 # In memory ------------------------------------------------------------------------------------------------
 
-_guard = threading.RLock()
 _known: dict[torch.device, dict[str, Entry]] = {}
-_warned: set[str] = set()
 
 
 def entries(device: torch.device) -> Mapping[str, Entry]:
     """Returns the choices for a device, cache key → entry; the files are read at the first call."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     known = _known.get(device)
     return _read(device) if known is None else known
 
 
+def use(device: torch.device, new: Mapping[str, Entry]) -> None:
+    """Adds choices to this process alone."""
+    _known[device] = {**entries(device), **new}
+
+
 def forget() -> None:
-    """Drops what this process has read, and lets it warn again."""
-    with _guard:
-        _known.clear()
-        _warned.clear()
+    """Drops what this process has read."""
+    _known.clear()
+
+
+def _read(device: torch.device) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    given, folder = given_files(), _folder()
+    if given or folder.is_dir():  # else the machine key, which takes 20 ms, is not needed
+        files = [path(device)] if os.path.exists(path(device)) else []
+        for file in (*files, *reversed(given)):
+            found |= _read_or_warn(file, machine_key(device))
+    _known[device] = found
+    return found
+
+
+def _read_or_warn(file: Path, key: Mapping[str, object]) -> dict[str, Entry]:
+    """Returns the entries of a file; if it cannot be used, warns and returns none."""
+    try:
+        return read_file(file, key)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        source = "CVT_KERNELS_TUNED: " if file in given_files() else ""
+        message = f"{source}{file}: this file of choices is ignored: {reason}"
+        warnings.warn(message, RuntimeWarning, stacklevel=stacklevel_of_caller())
+        return {}
+
+
+# Files ----------------------------------------------------------------------------------------------------
 
 
 def cache_directory() -> Path:
@@ -119,113 +121,37 @@ def given_files() -> list[Path]:
     return [Path(name) for name in os.environ.get("CVT_KERNELS_TUNED", "").split(os.pathsep) if name]
 
 
-def _read(device: torch.device) -> dict[str, Entry]:
-    with _guard:
-        found: dict[str, Entry] = {}
-        given, folder = given_files(), _folder()
-        if given or folder.is_dir():  # else the machine key, which takes 20 ms, is not needed
-            key = machine_key(device)
-            found |= _read_or_warn(path(device), key) if folder.is_dir() else {}
-            for each in reversed(given):
-                found |= _read_or_warn(each, key, is_given=True)
-        _known[device] = found
-        return found
-
-
-def _read_or_warn(file: Path, key: Mapping[str, object], *, is_given: bool = False) -> dict[str, Entry]:
-    """Returns the entries of a file; if it cannot be used, warns once and returns none."""
-    if not is_given and not os.path.lexists(file):
-        return {}
-    try:
-        return read_file(file, key)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        source = "CVT_KERNELS_TUNED: " if is_given else ""
-        message = f"{source}{file}: this file of choices is ignored: {reason}"
-        if message not in _warned:
-            _warned.add(message)
-            warnings.warn(message, RuntimeWarning, stacklevel=stacklevel_of_caller())
-        return {}
-
-
-# Files ----------------------------------------------------------------------------------------------------
-
-
 def remember(device: torch.device, new: Mapping[str, Entry]) -> str | None:
     """Adds choices, in place of those of the same cache keys: to this process, and to the file if lasting.
 
-    The file is replaced in one piece. Numbers that are not finite are written as null.
+    The file is replaced in one piece.
 
     Returns:
         Why the file could not be written, or None.
     """
-    lasting = {cache_key: _storable(entry) for cache_key, entry in new.items() if entry.is_lasting}
     use(device, new)
-    with _guard:
-        if not lasting:
-            return None
-        file = path(device)
-        try:
-            file.parent.mkdir(0o755, parents=True, exist_ok=True)
-            if (reason := _why_not_trusted(os.stat(file.parent))) is not None:
-                return f"{file.parent}: {reason}"
-            # Without the lock, the file stays whole all the same, but entries may be lost.
-            with _locked(file.with_suffix(".lock")):
-                key = machine_key(device)
-                _write(file, key, {**_read_or_warn(file, key), **lasting})
-        except OSError as error:
-            return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    lasting = {cache_key: entry for cache_key, entry in new.items() if entry.is_lasting}
+    if not lasting:
+        return None
+    file, key = path(device), machine_key(device)
+    try:
+        file.parent.mkdir(0o755, parents=True, exist_ok=True)
+        if (reason := _why_not_trusted(file.parent.stat())) is not None:
+            return f"{file.parent}: {reason}"
+        known = _read_or_warn(file, key) if os.path.exists(file) else {}
+        _write(file, key, {**known, **lasting})
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     return None
 
 
-def use(device: torch.device, new: Mapping[str, Entry]) -> None:
-    """Adds choices to this process alone."""
-    with _guard:
-        _known[device] = {**entries(device), **new}
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Holds a file lock within a block, or goes on without it where it cannot be had."""
-    from filelock import FileLock, Timeout
-
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(Timeout, OSError, NotImplementedError):
-            stack.enter_context(FileLock(file).acquire(timeout=_LOCK_SECONDS))
-        yield
-
-
-def _storable(entry: Entry) -> Entry:
-    """Returns an entry as JSON has it, without NaN and infinity."""
-
-    def finite(value: float | None) -> float | None:
-        return None if value is None or not math.isfinite(value) else float(value)
-
-    measurements = {
-        name: Measurement(finite(each.error), finite(each.allowed), finite(each.seconds), each.flaw)
-        for name, each in entry.measurements.items()
-    }
-    return entry._replace(measurements=measurements)
-
-
 def _write(file: Path, key: Mapping[str, object], known: Mapping[str, Entry]) -> None:
-    content = {
-        "schema": _SCHEMA,
-        "version": _VERSION,
-        "machine": key,
-        "choices": {
-            cache_key: {
-                "chosen": entry.chosen,
-                "measurements": {name: each._asdict() for name, each in entry.measurements.items()},
-            }
-            for cache_key, entry in known.items()
-        },
-    }
-    text = json.dumps(content, sort_keys=True, indent=1, allow_nan=False)
+    choices = {cache_key: entry._asdict() for cache_key, entry in known.items()}
+    content = {"schema": _SCHEMA, "version": _VERSION, "machine": key, "choices": choices}
     scratch = file.with_name(f".{file.name}.{os.getpid()}.{os.urandom(8).hex()}")
     try:
         scratch.touch(0o644, exist_ok=False)  # or it would not be trusted where the umask is 0
-        scratch.write_text(text + "\n", encoding="utf-8")
+        scratch.write_text(json.dumps(content, sort_keys=True, indent=1) + "\n", encoding="utf-8")
         os.replace(scratch, file)
     finally:
         with contextlib.suppress(OSError):
@@ -240,14 +166,22 @@ def read_file(file: Path, key: Mapping[str, object]) -> dict[str, Entry]:
         ValueError: It is no file of choices, is for another machine or installation, or is not trusted, since
             other users may write it.
     """
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):  # a pipe would never end
+        raise ValueError("it is not a regular file")
+    if (reason := _why_not_trusted(status)) is not None:
+        raise ValueError(reason)
     try:
-        content = _checked(json.loads(_text(file)), dict, "file")
-    except RecursionError as error:
-        raise ValueError(f"it is not JSON: {error}") from error
-    for name, expected in (("schema", _SCHEMA), ("version", _VERSION)):
-        if content.get(name) != expected:
-            raise ValueError(f"{name}: got {content.get(name)!r:.60}, expected {expected!r}")
-    theirs = _checked(content.get("machine"), dict, "machine")
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if (content["schema"], content["version"]) != (_SCHEMA, _VERSION):
+            raise ValueError("it is no file of choices of this version")
+        theirs, choices = dict(content["machine"]), dict(content["choices"])
+        found = {cache_key: Entry(**fields) for cache_key, fields in choices.items()}
+        texts = [text for chosen, flaws in found.values() for text in (chosen, *flaws.values())]
+    except (AttributeError, KeyError, RecursionError, TypeError) as error:
+        raise ValueError(f"it is damaged: {type(error).__name__}: {error}") from error
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("it is damaged: a choice or a flaw is no text")
     if theirs.get("device") != key.get("device"):
         return {}
     differences = [
@@ -257,24 +191,7 @@ def read_file(file: Path, key: Mapping[str, object]) -> dict[str, Entry]:
     ]
     if differences:
         raise ValueError(f"it was made for another machine or installation: {'; '.join(differences)}")
-    known = _checked(content.get("choices"), dict, "choices")
-    return {cache_key: _parse(value, repr(cache_key)) for cache_key, value in known.items()}
-
-
-def _text(file: Path) -> str:
-    """Returns the text of a file; never blocks, as a pipe would, and reads at most 16 MiB."""
-    with open(
-        file, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
-    ) as opened:
-        status = os.fstat(opened.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is not a regular file")
-        if (reason := _why_not_trusted(status)) is not None:
-            raise ValueError(reason)
-        content = opened.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise ValueError(f"it has more than {_MOST_BYTES} bytes")
-    return content.decode("utf-8")
+    return found
 
 
 def _why_not_trusted(status: os.stat_result) -> str | None:
@@ -284,28 +201,3 @@ def _why_not_trusted(status: os.stat_result) -> str | None:
     if status.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {status.st_uid}, but this process to user {os.geteuid()}"
     return "every user may write it" if status.st_mode & stat.S_IWOTH else None
-
-
-def _parse(content: object, where: str) -> Entry:
-    fields = _checked(content, dict, where)
-    chosen = _checked(fields.get("chosen"), str, f"{where}, chosen")
-    measurements = _checked(fields.get("measurements"), dict, f"{where}, measurements")
-    return Entry(
-        chosen, {name: _parse_measurement(each, f"{where}, {name}") for name, each in measurements.items()}
-    )
-
-
-def _parse_measurement(content: object, where: str) -> Measurement:
-    fields = _checked(content, dict, where)
-    error, allowed, seconds = (
-        _checked(fields.get(name), float | int | None, f"{where}, {name}")
-        for name in ("error", "allowed", "seconds")
-    )
-    return Measurement(error, allowed, seconds, _checked(fields.get("flaw"), str | None, f"{where}, flaw"))
-
-
-def _checked(value: Any, kind: Any, where: str) -> Any:
-    if not isinstance(value, kind):
-        expected = getattr(kind, "__name__", kind)
-        raise ValueError(f"{where}: got {value!r:.60}, expected {expected}")
-    return value

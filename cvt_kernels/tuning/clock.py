@@ -1,8 +1,8 @@
 """Timing, memory and ceilings of a machine: all measurements of this project.
 
 Functions are timed in turns: whole steps by the wall clock, single operators with caches flushed before each
-run. On a GPU these are captured in CUDA graphs, many calls in each, and their replays are timed by events, so
-that neither the host nor a warm cache counts. Memory is what PyTorch's allocator held. The ceilings are the
+run. On a GPU these are captured in CUDA graphs, whose replays are timed by events, so that neither the host
+nor a warm cache counts. Memory is what PyTorch's allocator held. The ceilings are the
 rates of a large copy and a large matrix product.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -94,17 +95,6 @@ class Times:
         return self.median > 2 * min(self.seconds) or waited > _MOST_WAITING * self.median
 
 
-def seconds_in_turns(
-    functions: Sequence[Callable[[], Any]],
-    rounds: int,
-    device: Device,
-    *,
-    before_run: Callable[[int], Any] | None = None,
-) -> list[list[float]]:
-    """Returns the seconds alone of :func:`times_in_turns`."""
-    return [times.seconds for times in times_in_turns(functions, rounds, device, before_run=before_run)]
-
-
 def times_in_turns(
     functions: Sequence[Callable[[], Any]],
     rounds: int,
@@ -166,7 +156,7 @@ class DeviceClock:
 
 
 def cold_seconds_in_turns(
-    functions: Sequence[Callable[[], Any] | Replay],
+    functions: Sequence[Callable[[], Any]],
     device: torch.device,
     seconds: float,
     *,
@@ -177,7 +167,6 @@ def cold_seconds_in_turns(
 
     Args:
         functions: Called without arguments. Run them once before, or the first run's preparations are timed.
-            Of a :class:`Replay`, the device time of one of its calls is taken.
         device: The device on which they compute; a GPU must be the current one.
         seconds: The time limit for all rounds together, after ``fewest``.
         fewest: The smallest number of rounds.
@@ -212,16 +201,10 @@ def waited_seconds() -> float:
     return nanoseconds / 1e9
 
 
-def _cold_seconds(function: Callable[[], Any] | Replay, device: torch.device) -> float:
+def _cold_seconds(function: Callable[[], Any], device: torch.device) -> float:
     """Returns the seconds of a run."""
-    if isinstance(function, Replay):
-        return function.seconds()
     if device.type == "cuda":
-        clock = DeviceClock()
-        clock.arm()
-        clock.read()
-        function()
-        return clock.read()
+        return _device_seconds(function)
     _flush_buffer("cpu", torch.get_num_threads()).zero_()
     _let_others_run()
     start = time.perf_counter()
@@ -229,56 +212,18 @@ def _cold_seconds(function: Callable[[], Any] | Replay, device: torch.device) ->
     return time.perf_counter() - start
 
 
+def _device_seconds(function: Callable[[], Any]) -> float:
+    """Returns the seconds of a run on the current GPU, with a cold L2."""
+    clock = DeviceClock()
+    clock.arm()
+    clock.read()
+    function()
+    return clock.read()
+
+
 #: Yields the CPU now, so that the scheduler interrupts fewer timed runs: on a busy machine 3 of 100 short
 #: runs instead of 13.
 _let_others_run: Callable[[], Any] = getattr(os, "sched_yield", lambda: None)  # Windows has none
-
-
-class Replay:
-    """A CUDA graph of calls of one function, whose replays are timed.
-
-    Attributes:
-        calls: Number of calls.
-    """
-
-    def __init__(self, replay: Callable[[], None], calls: int) -> None:
-        self._replay, self.calls = replay, calls
-        self._host_seconds = 0.0
-        replay()  # the first one also loads the graph onto the GPU
-
-    def seconds(self) -> float:
-        """Returns the device seconds of a call; the first calls find a cold L2."""
-        clock = DeviceClock()
-        for _ in range(int(self._host_seconds / 5e-5)):  # as for single runs
-            _flush_cache()
-        clock.arm()
-        clock.read()
-        start = time.perf_counter()
-        self._replay()
-        self._host_seconds = time.perf_counter() - start
-        return clock.read() / self.calls
-
-
-def replays(functions: Sequence[Sequence[Callable[[], Any]]]) -> list[Replay] | None:
-    """Captures the calls of each function in a CUDA graph; None if one of them cannot be captured.
-
-    Args:
-        functions: Of each function, its calls on inputs that differ, or are large, so that they leave L2
-            before they are read again. One call of each has run before.
-    """
-    captured = []
-    for calls in functions:
-        replay = graph_replay(*calls)
-        if replay is None:
-            return None
-        captured.append(Replay(replay, len(calls)))
-    return captured
-
-
-def copies_that_fill_cache(size: int, most: int) -> int:
-    """Returns how many copies of ``size`` bytes leave the current GPU's L2 in turns; at most ``most``."""
-    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    return max(1, min(most, -(-2 * cache // max(size, 1))))
 
 
 def _flush_cache() -> None:
@@ -308,19 +253,20 @@ def fastest(function: Callable[[], Any], device: Device, rounds: int = 10) -> fl
 
     A :class:`DeviceClock` times them on a GPU, the wall clock elsewhere, after one warm-up call.
     """
-    device = torch.device(device)
-    cuda = device.type == "cuda"
-    clock = DeviceClock()
-    times: list[float] = []
-    with torch.cuda.device(device) if cuda else contextlib.nullcontext(), torch.inference_mode():
+    times = Times()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        is_gpu = torch.device(device).type == "cuda"
+        if is_gpu:
+            stack.enter_context(torch.cuda.device(device))
         function()
-        while len(times) < rounds and sum(times) < 2:
-            if cuda:
-                clock.arm()
-            start = clock.read() if cuda else time.perf_counter()
-            function()
-            times.append((clock.read() if cuda else time.perf_counter()) - start)
-    return min(times)
+        while len(times.seconds) < rounds and sum(times.seconds) < 2:
+            if is_gpu:
+                times.add(_device_seconds(function), 0.0)
+                continue
+            with times.run(device):
+                function()
+    return min(times.seconds)
 
 
 def graph_replay(*functions: Callable[[], Any]) -> Callable[[], None] | None:
@@ -342,21 +288,7 @@ def graph_replay(*functions: Callable[[], Any]) -> Callable[[], None] | None:
     return graph.replay
 
 
-# Profiles and memory --------------------------------------------------------------------------------------
-
-
-def profiled(function: Callable[[], Any], device: Device, *, memory: bool = False) -> profile:
-    """Runs a function once under PyTorch's profiler, and synchronizes a GPU.
-
-    With ``memory``, it also records every allocation on the CPU, for :func:`peak_of`.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler reports its own start on stderr
-    cuda = torch.device(device).type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    with profile(activities=activities, profile_memory=memory) as profiler:
-        function()
-        synchronize(device)
-    return profiler
+# Memory -----------------------------------------------------------------------------------------------------
 
 
 def peak_bytes(function: Callable[[], Any], device: Device) -> int:
@@ -365,29 +297,22 @@ def peak_bytes(function: Callable[[], Any], device: Device) -> int:
     On a CPU it is the peak of the running sum over all allocations that the profiler records: exact, and the
     same in every run. On a GPU it is the allocator's own count.
     """
-    if torch.device(device).type != "cuda":
-        return peak_of(profiled(function, device, memory=True))
-    synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    function()
-    synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
-
-
-def peak_of(profiler: profile) -> int:
-    """Returns the peak of CPU memory in a profile of :func:`profiled`; 0 without allocations."""
+    if torch.device(device).type == "cuda":
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler reports its own start on stderr
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        function()
     with tempfile.TemporaryDirectory() as scratch:
         trace = Path(scratch, "trace.json")
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    changes = [event for event in events if event.get("name") == "[memory]"]
-    changes.sort(key=lambda event: event["ts"])
-    held = peak = 0
-    for change in changes:
-        held += change["args"]["Bytes"]
-        peak = max(peak, held)
-    return peak
+    changes = sorted((each for each in events if each.get("name") == "[memory]"), key=lambda each: each["ts"])
+    return max(itertools.accumulate((each["args"]["Bytes"] for each in changes), initial=0))
 
 
 # Ceilings -------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -23,72 +24,69 @@ def doctor() -> str:
     Raises:
         ValueError: ``CVT_KERNELS_BACKEND`` or ``CVT_KERNELS_CPU`` has an unknown value.
     """
-    facts = machine.facts()
-    devices = _devices(facts)
+    facts = as_json()
+    devices: dict[str, Any] = facts["devices"]
     lines = [
-        f"python   {facts.python}",
-        f"torch    {facts.torch}",
-        f"triton   {facts.triton}",
-        f"cpu      {facts.cpu}",
-        *(f"gpu      {gpu}" for gpu in facts.gpus or ("none",)),
-        f"nvcc     {facts.nvcc}",
-        f"compiled {facts.extension}",
-        f"backend  {', '.join(backends.requested_backends())} requested",
-        *(f"tuned    {_tuned(device)}" for device in devices),
+        f"python   {facts['python']}",
+        f"torch    {facts['torch']}",
+        f"triton   {facts['triton']}",
+        f"cpu      {facts['cpu']}",
+        *(f"gpu      {gpu}" for gpu in facts["gpus"] or ("none",)),
+        f"nvcc     {facts['nvcc']}",
+        f"compiled {facts['extension']}",
+        f"backend  {', '.join(facts['requested'])} requested",
+        *(f"tuned    {_tuned(device)}" for device in _devices()),
     ]
-    for device in devices:
-        lines += ["", f"on {device.type}:", *_operators_by_server(device)]
-    lines += _section("not available here:", _unavailable(devices))
-    lines += _section(
-        "failed their check on this machine, and not used; please report these lines:",
-        (line for device in devices for line in _faults(device)),
-    )
-    lines += _section(
-        "passed over in this process:",
-        (f"{operator}, {backend}: {reason}" for (operator, backend), reason in backends.fallbacks().items()),
-    )
+    for name, device in devices.items():
+        served: dict[str, list[str]] = {}
+        for operator, each in device["operators"].items():
+            served.setdefault(f"  {each['served_by']}: {each['reason']}", []).append(operator)
+        lines += ["", f"on {name}:"]
+        for server, names in served.items():
+            indent = {"initial_indent": " " * 4, "subsequent_indent": " " * 4}
+            lines += [server, *textwrap.wrap(", ".join(names), 110, **indent)]
+    faults = "failed their check on this machine, and not used; please report these lines:"
+    sections = {
+        "not available here:": facts["not_available"],
+        faults: [fault for device in devices.values() for fault in device["failed"]],
+        "passed over in this process:": [f"{pair}: {why}" for pair, why in facts["passed_over"].items()],
+    }
+    for heading, found in sections.items():
+        lines += ["", heading, *(f"  {line}" for line in found)] if found else []
     return printable("\n".join(lines))
 
 
-def as_json() -> dict[str, object]:
+def as_json() -> dict[str, Any]:
     """Returns the facts of :func:`doctor`, serializable to JSON.
 
     Raises:
         ValueError: As :func:`doctor`.
     """
-    facts = machine.facts()
     devices = {
         device.type: {
             "tuned": len(choices.entries(device)),
-            "operators": {
-                name: {"served_by": served, "reason": reason}
-                for name, served, reason in _operator_rows(device)
-            },
-            "failed": list(_faults(device)),
+            "operators": {operator: _served(operator, device) for operator in backends.operators},
+            "failed": [
+                f"{cache_key}, {backend} on {device.type}: {entry.flaws[backend]}"
+                for cache_key, entry in sorted(choices.entries(device).items())
+                for backend in backends.OURS
+                if backend in entry.flaws
+            ],
         }
-        for device in _devices(facts)
+        for device in _devices()
     }
     return {
-        **facts._asdict(),
+        **machine.facts()._asdict(),
         "requested": backends.requested_backends(),
         "devices": devices,
-        "not_available": list(_unavailable(_devices(facts))),
+        "not_available": list(_unavailable(tuple(devices))),
         "passed_over": {f"{op}, {name}": reason for (op, name), reason in backends.fallbacks().items()},
     }
 
 
-def _devices(facts: machine.Machine) -> list[torch.device]:
-    gpu = [torch.device("cuda", torch.cuda.current_device())] if facts.gpus else []
+def _devices() -> list[torch.device]:
+    gpu = [torch.device("cuda", torch.cuda.current_device())] if machine.facts().gpus else []
     return [torch.device("cpu"), *gpu]
-
-
-def _section(heading: str, lines: Iterator[str]) -> list[str]:
-    """Returns a heading with indented lines below it, or nothing if there are no lines."""
-    indented = [f"  {line}" for line in lines]
-    return ["", heading, *indented] if indented else []
-
-
-# Choices -------------------------------------------------------------------------------------------------
 
 
 def _tuned(device: torch.device) -> str:
@@ -100,61 +98,30 @@ def _tuned(device: torch.device) -> str:
     return f"{device.type}: {count} choices in {choices.path(device)}{' and ' if given else ''}{given}"
 
 
-def _faults(device: torch.device) -> Iterator[str]:
-    """Yields the kernels of this project that were wrong or failed, each with its cache key and flaw."""
-    for cache_key, entry in sorted(choices.entries(device).items()):
-        for backend in backends.OURS:
-            measurement = entry.measurements.get(backend)
-            if measurement is not None and measurement.flaw is not None:
-                yield f"{cache_key}, {backend} on {device.type}: {measurement.flaw}"
+def _served(operator: str, device: torch.device) -> dict[str, str]:
+    """Returns the backends that serve an operator on a device, and the reasons."""
+    try:
+        chosen = choose.chosen_backends(operator, device) or [("none", "no backend is available")]
+    except machine.ExtensionError:
+        chosen = [("none", _BROKEN)]
+    names, reasons = zip(*chosen, strict=True)
+    return {"served_by": ", ".join(names), "reason": "; ".join(dict.fromkeys(reasons))}
 
 
-# Backends -------------------------------------------------------------------------------------------------
-
-
-def _operator_rows(device: torch.device) -> list[tuple[str, str, str]]:
-    """Returns the operators on a device, each with the backends that serve it and the reasons."""
-    rows = []
-    for operator in backends.operators:
-        try:
-            chosen = choose.chosen_backends(operator, device)
-        except machine.ExtensionError:
-            chosen = [("none", _BROKEN)]
-        names, reasons = zip(*chosen, strict=True) if chosen else (("none",), ("no backend is available",))
-        rows.append((operator, ", ".join(names), "; ".join(dict.fromkeys(reasons))))
-    return rows
-
-
-def _operators_by_server(device: torch.device) -> Iterator[str]:
-    """Yields what serves on a device and why, each followed by its operators."""
-    served: dict[str, list[str]] = {}
-    for name, backend, reason in _operator_rows(device):
-        served.setdefault(f"  {backend}: {reason}", []).append(name)
-    for server, names in served.items():
-        yield server
-        yield from textwrap.wrap(", ".join(names), 110, initial_indent=" " * 4, subsequent_indent=" " * 4)
-
-
-def _unavailable(devices: list[torch.device]) -> Iterator[str]:
+def _unavailable(device_types: tuple[str, ...]) -> Iterator[str]:
     """Yields the backends that this machine lacks, each with the reason and how many operators have it."""
-    device_types = tuple(device.type for device in devices)
     lacking: dict[str, list[str]] = {}
     for operator, known in backends.implementations.items():
         for backend in (name for name in backends.BACKENDS if name in known):
             served = known[backend].devices or device_types
             # If a backend serves no device here, the reason for its own device.
             for device_type in [name for name in device_types if name in served] or served[:1]:
-                reason = _why_unavailable_or_broken(operator, backend, device_type)
+                try:
+                    reason = backends.why_unavailable(operator, backend, device_type)
+                except machine.ExtensionError:
+                    reason = _BROKEN
                 operators = lacking.setdefault(f"{backend}: {reason}", []) if reason is not None else []
                 if operator not in operators:
                     operators.append(operator)
     for reason, operators in lacking.items():
         yield f"{reason} ({operators[0] if len(operators) == 1 else f'{len(operators)} operators'})"
-
-
-def _why_unavailable_or_broken(operator: str, backend: str, device_type: str) -> str | None:
-    """Returns ``backends.why_unavailable``, or ``_BROKEN`` where that raises."""
-    try:
-        return backends.why_unavailable(operator, backend, device_type)
-    except machine.ExtensionError:
-        return _BROKEN

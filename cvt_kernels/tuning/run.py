@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from .. import backends, checks, choose, messages
 from . import choices, tuner
 from .calls import OperatorCall, call_of, collect
-from .choices import Entry, Measurement
+from .choices import Entry
+from .tuner import Measurement
 from .worker import Failure, NotEnoughMemory, Worker
 
 #: Seconds that a candidate may take for its check, and each for the timing, unless it is asked for otherwise.
@@ -50,18 +52,15 @@ def tune(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, str]:
         Exception: What the call raises.
     """
     checks.check_kind("model", model, nn.Module)
-    from tqdm import tqdm
-
-    calls = calls_of(model, *args, **kwargs)
     results: list[Result] = []
-    for device in sorted({call.device for call in calls}, key=str):
-        there = [call for call in calls if call.device == device]
-        with Worker(device, SECONDS) as worker:
-            compile_kernels(there, worker)
-            with tqdm(there, desc="tune", unit="call", leave=False, disable=None) as bar:
-                tune_all(bar, worker, results)
-    _warn_of_flaws(results)
-    return {result.cache_key: result.entry.chosen for result in results if result.entry is not None}
+    tune_all(calls_of(model, *args, **kwargs), SECONDS, results)
+    lines = [*flaws_of_ours(results), *(f"{r.cache_key}: {r.why_not_tuned}" for r in results if not r.chosen)]
+    if lines:
+        _warn(
+            "these kernels were not chosen on this machine; please report them with the output of "
+            "`cvt doctor`:\n" + "\n".join(lines)
+        )
+    return {result.cache_key: result.chosen for result in results if result.chosen is not None}
 
 
 def calls_of(model: nn.Module, *args: Any, **kwargs: Any) -> list[OperatorCall]:
@@ -80,50 +79,53 @@ def calls_of(model: nn.Module, *args: Any, **kwargs: Any) -> list[OperatorCall]:
 
 
 class Result(NamedTuple):
-    """The result for one cache key: its entry, or why it could not be tuned."""
+    """The result for one cache key: what serves, with the measurements, or why it could not be tuned."""
 
     cache_key: str
-    entry: Entry | None
+    chosen: str | None
+    measurements: dict[str, Measurement]
     why_not_tuned: str | None = None
 
     @property
     def flaws(self) -> dict[str, str]:
         """The flaws of the backends that failed, by name."""
-        measurements = self.entry.measurements if self.entry is not None else {}
-        return {name: each.flaw for name, each in measurements.items() if each.flaw is not None}
+        return {name: each.flaw for name, each in self.measurements.items() if each.flaw is not None}
 
     @property
     def is_good(self) -> bool:
-        """True if there is an entry, and no kernel of this project has a flaw."""
-        return self.entry is not None and not any(name in backends.OURS for name in self.flaws)
+        """True if something was chosen, and no kernel of this project has a flaw."""
+        return self.chosen is not None and not any(name in backends.OURS for name in self.flaws)
 
 
-def tune_all(calls: Iterable[OperatorCall], worker: Worker, results: list[Result]) -> None:
-    """Tunes calls of one device in a worker, and remembers the choices in one piece at the end.
+def tune_all(calls: Sequence[OperatorCall], seconds: float, results: list[Result]) -> None:
+    """Tunes calls in a process for each device, and remembers the choices in one piece at the end.
 
     What is known when someone interrupts it is remembered too. A call with a single candidate has no result.
+    A bar shows the progress where stderr is a terminal.
 
     Args:
         calls: The calls.
-        worker: The process that checks and times.
+        seconds: How long a candidate may take for its check, and each for the timing.
         results: The list that gets the results.
     """
-    tuned: dict[str, Entry] = {}
-    try:
-        for call in calls:
-            result = tune_call(call, worker)
-            if result is None:
-                continue
-            results.append(result)
-            if result.entry is not None:
-                tuned[result.cache_key] = result.entry
-                worker.use({result.cache_key: result.entry})
-    finally:
-        if tuned:
-            reason = choices.remember(worker.device, tuned)
-            backends.forget()  # later calls choose again
-            if reason is not None:
-                _warn(f"the choices cannot be written, and serve this process only: {reason}")
+    for device in sorted({call.device for call in calls}, key=str):
+        there = [call for call in calls if call.device == device]
+        tuned: dict[str, Entry] = {}
+        with Worker(device, seconds) as worker:
+            compile_kernels(there, worker)
+            try:
+                for call in tqdm(there, desc="tune", unit="call", leave=False, disable=None):
+                    result = tune_call(call, worker)
+                    results += [result] if result is not None else []
+                    if result is not None and result.chosen is not None:
+                        entry = {result.cache_key: Entry(result.chosen, result.flaws)}
+                        tuned |= entry
+                        worker.use(entry)
+            finally:
+                reason = choices.remember(device, tuned)
+                backends.forget()  # later calls choose again
+                if reason is not None:
+                    _warn(f"the choices cannot be written, and serve this process only: {reason}")
 
 
 def compile_kernels(calls: Sequence[OperatorCall], worker: Worker) -> None:
@@ -135,46 +137,22 @@ def compile_kernels(calls: Sequence[OperatorCall], worker: Worker) -> None:
 
 def tune_call(call: OperatorCall, worker: Worker) -> Result | None:
     """Checks and times the candidates for a call; returns None if there is only one."""
+    measurements: dict[str, Measurement] = {}
+    step = "the preparation"
     try:
-        candidates = worker.candidates(call)
-        if len(candidates.names) == 1:
+        names = worker.candidates(call)
+        if len(names) == 1:
             return None
-        measurements = {name: worker.check(call, name) for name in candidates.names}
-        measurements |= _time(call, measurements, worker)
+        measurements |= {name: worker.check(call, name) for name in names}
+        sound = {name: each for name, each in measurements.items() if each.flaw is None}
+        step = "the timing"
+        if len(sound) > 1:
+            measurements |= worker.time(call, sound)
     except NotEnoughMemory:
-        return Result(call.cache_key, None, "there is not enough memory")
+        return Result(call.cache_key, None, measurements, "there is not enough memory")
     except Failure as failure:
-        return Result(call.cache_key, None, f"the preparation {failure}")
-    return Result(call.cache_key, tuner.fastest(measurements, candidates.default, candidates.margin))
-
-
-def _time(call: OperatorCall, measurements: dict[str, Measurement], worker: Worker) -> dict[str, Measurement]:
-    """Times the candidates without a flaw, in turns; if that fails, again without those that fail alone."""
-    results: dict[str, Measurement] = {}
-    sound = {name: measurement for name, measurement in measurements.items() if measurement.flaw is None}
-    while len(sound) > 1:
-        try:
-            return results | worker.time(call, sound)
-        except NotEnoughMemory:
-            raise
-        except Failure:
-            failing = {name: _flaw_alone(call, name, each, worker) for name, each in sound.items()}
-        flawed = {name: sound.pop(name)._replace(flaw=flaw) for name, flaw in failing.items() if flaw}
-        if not flawed:  # they fail only together, so that nothing is known about their speed
-            break
-        results |= flawed
-    return results
-
-
-def _flaw_alone(call: OperatorCall, name: str, measurement: Measurement, worker: Worker) -> str | None:
-    """Returns the flaw of a candidate that is timed alone, or None."""
-    try:
-        worker.time(call, {name: measurement})
-    except NotEnoughMemory:
-        raise
-    except Failure as failure:
-        return str(failure)
-    return None
+        return Result(call.cache_key, None, measurements, f"{step} {failure}")
+    return Result(call.cache_key, tuner.fastest(measurements, names[0], call.device), measurements)
 
 
 def flaws_of_ours(results: Sequence[Result]) -> Iterator[str]:
@@ -183,15 +161,6 @@ def flaws_of_ours(results: Sequence[Result]) -> Iterator[str]:
         for name, flaw in result.flaws.items():
             if name in backends.OURS and "OutOfResources" not in flaw:  # less shared memory is no flaw
                 yield f"{name}, {result.cache_key}: {flaw}"
-
-
-def _warn_of_flaws(results: Sequence[Result]) -> None:
-    lines = [*flaws_of_ours(results), *(f"{r.cache_key}: {r.why_not_tuned}" for r in results if not r.entry)]
-    if lines:
-        _warn(
-            "these kernels were not chosen on this machine; please report them with the output of "
-            "`cvt doctor`:\n" + "\n".join(lines)
-        )
 
 
 def _warn(message: str) -> None:
@@ -214,8 +183,6 @@ def check_kernels(device: torch.device, seconds: float = SECONDS) -> dict[str, M
     Returns:
         Backend and cache key → the measurement of the check, without a time.
     """
-    from tqdm import tqdm
-
     from ..ops.cards import all_cards, make
 
     asked: dict[tuple[str, str], OperatorCall] = {}
@@ -223,9 +190,8 @@ def check_kernels(device: torch.device, seconds: float = SECONDS) -> dict[str, M
         ours = [name for name, _ in choose.chosen_backends(operator, device) if name in backends.OURS]
         for example, dtype in itertools.product(_EXAMPLES, _DTYPES):
             if ours and dtype in card.choices["dtype"]:
-                plain = {name: values[0] for name, values in card.choices.items()}
-                made = make(operator, {**plain, **card.examples[example], "dtype": dtype}).call
-                record = made.map(lambda tensor: tensor.to(device)).record
+                settings = card.settings({**card.examples[example], "dtype": dtype})
+                record = make(operator, settings).call.map(lambda tensor: tensor.to(device)).record
                 call = call_of(operator, **record._asdict())
                 asked |= {(name, call.cache_key): call for name in ours}
     results: dict[str, Measurement] = {}
@@ -233,8 +199,8 @@ def check_kernels(device: torch.device, seconds: float = SECONDS) -> dict[str, M
         compile_kernels(list(asked.values()), worker)
         for (name, key), call in tqdm(asked.items(), desc="check", unit="call", leave=False, disable=None):
             try:
-                if name in worker.candidates(call).names:
+                if name in worker.candidates(call):
                     results[f"{name}, {key}"] = worker.check(call, name)
             except Failure as failure:
-                results[f"{name}, {key}"] = Measurement(None, None, None, f"the preparation {failure}")
+                results[f"{name}, {key}"] = Measurement(None, None, None, str(failure))
     return results

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,18 +22,17 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .. import backends, checks, choose, messages
-from ..backends import OURS, Record
+from .. import backends, checks, choose
+from ..backends import OURS
 from ..launch import launching
 from . import accuracy, clock
-from .choices import FAILS_HERE, Entry, Measurement
-from .depthwise import AsSums
+from .choices import FAILS_HERE
 
 #: A candidate replaces the default only if it wins by this factor. With a smaller one, noise decides:
 #: on a virtual machine of two cores, with 1.05 one choice of 180 was 15 % slower than the default.
 MARGIN = 1.1
 #: The same on a GPU, where calls are timed within CUDA graphs and the host makes no noise.
-_MARGIN_OF_GPU = 1.03
+MARGIN_OF_GPU = 1.03
 
 #: The flaw of a kernel that may have spoilt the memory of its process.
 WRITES_OUTSIDE = "wrong: writes outside of its tensors"
@@ -46,15 +43,30 @@ _GUARD = 2**16  # bytes on each side, more than a tile of any kernel
 _ALIGNMENT = 512  # bytes, as PyTorch's allocators have it
 _POISON = -1  # in every byte of a number: NaN in all floating dtypes
 _POISON_OF_INT8 = 0x80  # −128: −1 is as good as any other number
-_HUGE = 1e15  # sums of squares of larger numbers may overflow float32
 _CANCELS = 1e-6  # times the size of other numbers: the limit for a sum that is zero except for rounding
 _UNITS = 4  # in the last place, allowed in addition to a multiple of PyTorch's own error
 _UNITS_OF_FLOAT64 = 1000  # for results in float64, where PyTorch, being the reference itself, has no error
-_NEAR_OF_8_BITS = 0.1  # times the largest exact value: the largest error that rounding to 8 bits may make
 _SECONDS, _FEWEST, _MOST = 0.1, 5, 40  # how long to time the candidates of a call, and in how many rounds
-_REPLAYED, _CALLS = 0.01, 200  # seconds that the calls of a CUDA graph take without it, and their number
 
 Function = Callable[..., Any]
+
+
+class Measurement(NamedTuple):
+    """The error and the time of one candidate.
+
+    Attributes:
+        error: Its largest error against float64; None if there is no number.
+        allowed: The largest allowed error.
+        seconds: The fastest run, with a cold L2: on a GPU of the device, on a CPU of the call. None if it was
+            not timed.
+        flaw: Why it cannot serve, or None: ``wrong: …``, ``fails: …``, ``fails here: …``, ``hangs: …`` or
+            ``dies: …``.
+    """
+
+    error: float | None
+    allowed: float | None
+    seconds: float | None
+    flaw: str | None
 
 
 class Call(NamedTuple):
@@ -86,46 +98,30 @@ class Call(NamedTuple):
 
         return self._replace(record=pytree.tree_map_only(Tensor, once, self.record))
 
-    def detached(self) -> Call:
-        """Returns the call with detached tensors, which require gradients where the call includes them."""
-        return self.map(lambda tensor: tensor.detach().requires_grad_(self.gradient and tensor.requires_grad))
-
     def tensors(self) -> list[Tensor]:
         """Returns the tensors in the arguments, in order."""
         return checks.tensors_of(self.record)
 
 
 class Task(NamedTuple):
-    """The candidates for one cache key, and the calls that check and time them.
+    """The candidates for a call, and the calls that check and time them.
 
     Attributes:
-        cache_key: The cache key of the entry.
-        reference: The operator in plain PyTorch: the oracle in float64, and the measure in the call's dtypes.
-        candidates: Backend → function.
-        default: The candidate that serves unless another wins by :attr:`margin`.
+        candidates: Backend → function; the first serves unless another is clearly faster.
         sample: The call on a few images, for the check, because float64 is slow.
         timed: The call on more images, for the timing.
-        exact: Replaces the reference as the oracle, if given.
-        unrounded: Computes alternative results that are correct too; see :class:`backends.Operator`.
+        operator: The operator.
     """
 
-    cache_key: str
-    reference: Function
     candidates: Mapping[str, Function]
-    default: str
     sample: Call
     timed: Call
-    exact: Function | None = None
-    unrounded: Function | None = None
-
-    @property
-    def margin(self) -> float:
-        """The factor by which another candidate must win against the default."""
-        return _MARGIN_OF_GPU if self.timed.device.type == "cuda" else MARGIN
+    operator: backends.Operator
 
     def expected(self) -> Expected:
         """Runs the reference and returns the results to compare candidates with."""
-        return Expected.of(self.reference, self.sample, self.exact, self.unrounded)
+        reference = backends.implementations[self.operator.name]["reference"].function
+        return Expected.of(reference, self.sample, self.operator.exact, self.operator.unrounded)
 
 
 _ALL = 2**40  # more images than any call has
@@ -136,21 +132,17 @@ def task_of(operator: str, *args: Any, **kwargs: Any) -> Task:
     call = backends.operators[operator].bind(*args, **kwargs)
     described, known = backends.operators[operator], backends.implementations[operator]
     x, able, gradient = call[0], choose.able_backends(operator, call), choose.wants_gradient(call)
+    default = _favored(described.defaults, able)
 
     def images(factor: int) -> Call:
         return Call(described.sample(factor, call), gradient, described.score)
 
-    with undisturbed(x.device):
-        return Task(
-            cache_key=choose.cache_key(operator, *args, **kwargs),
-            reference=known["reference"].function,
-            candidates={name: known[name].function for name in able},
-            default=_favored(described.defaults, able),
-            sample=images(64 if x.is_cuda else 1),
-            timed=images(_ALL if x.is_cuda else 32),  # a GPU is busy with a whole call only
-            exact=described.exact,
-            unrounded=described.unrounded,
-        )
+    return Task(
+        candidates={name: known[name].function for name in (default, *(n for n in able if n != default))},
+        sample=images(64 if x.is_cuda else 1),
+        timed=images(_ALL if x.is_cuda else 32),  # a GPU is busy with a whole call only
+        operator=described,
+    )
 
 
 def _favored(defaults: tuple[str, ...], able: list[str]) -> str:
@@ -163,66 +155,26 @@ def _favored(defaults: tuple[str, ...], able: list[str]) -> str:
     return next(name for name in (*fused, *defaults) if name in able)
 
 
-def launches_of(operator: str, *args: Any, **kwargs: Any) -> list[launching.Launch]:
-    """Returns the launches of Triton kernels that tuning a call makes; its candidates run on meta tensors."""
-    call: Record = backends.operators[operator].bind(*args, **kwargs)
-    described, known = backends.operators[operator], backends.implementations[operator]
-    chip, launches = launching.chip(call[0].device), list[launching.Launch]()
-    gradient, able = choose.wants_gradient(call), choose.able_backends(operator, call)
-    for factor, name in itertools.product((64, _ALL), ("gluon", "triton")):
-        if name not in able:
-            continue
-        with undisturbed(call[0].device):
-            sample = Call(described.sample(factor, call), gradient).map(_on_meta)
-        # An error is described by the candidate's check.
-        try:
-            with launching.rehearsed_launches(launches.append, chip):
-                rehearse(known[name].load().function, sample)
-        except Exception as error:
-            if messages.is_foreign(error):
-                raise
-    return launches
+def launches_of(task: Task, chip: launching.Chip) -> list[launching.Launch]:
+    """Returns the launches of Triton kernels that the check and the timing of a task make."""
+    found = []
+    for call in (task.sample, task.timed):
+        for name in (name for name in ("gluon", "triton") if name in task.candidates):
+            # An error is described by the candidate's check.
+            with contextlib.suppress(Exception), launching.recorded_launches(chip) as launches:
+                _numbers_of(task.candidates[name], call)
+            found += launches
+    return found
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return like.requires_grad_(tensor.requires_grad)
-
-
-@contextlib.contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Runs the block without the caller's modes and hooks on saved tensors, but with its autocast.
-
-    The state of the random number generators is restored afterwards.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(torch._C.DisableTorchFunction())
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
-        if device.type == "cuda":
-            stack.enter_context(torch.cuda.device(device))
-        if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-            # Without its cache, which would keep copies of weights.
-            dtype = torch.get_autocast_dtype(device.type)
-            stack.enter_context(torch.autocast(device.type, dtype, cache_enabled=False))
-        yield
-
-
-def _unchanged(value: Any) -> Any:
-    return value
-
-
-def fastest(measurements: Mapping[str, Measurement], default: str, margin: float = MARGIN) -> Entry:
-    """Returns the entry for measurements: the fastest candidate without a flaw wins, if by ``margin``."""
+def fastest(measurements: Mapping[str, Measurement], default: str, device: torch.device) -> str:
+    """Returns the fastest candidate without a flaw, or the default if that is slower by a margin at most."""
     sound = {name: each for name, each in measurements.items() if each.flaw is None}
     seconds = {name: each.seconds for name, each in sound.items() if each.seconds is not None}
-    if not seconds:  # a single one, which was not timed, or all failed only together
-        return Entry(default if default in sound else next(iter(sound), "reference"), dict(measurements))
-    best = min(seconds, key=seconds.__getitem__)
-    wins = default not in seconds or margin * seconds[best] < seconds[default]
-    return Entry(best if wins else default, dict(measurements))
+    if not seconds:  # a single one, which was not timed
+        return default if default in sound else next(iter(sound), "reference")
+    best, margin = min(seconds, key=seconds.__getitem__), MARGIN_OF_GPU if device.type == "cuda" else MARGIN
+    return best if default not in seconds or margin * seconds[best] < seconds[default] else default
 
 
 # Correctness ----------------------------------------------------------------------------------------------
@@ -266,39 +218,26 @@ class Expected:
         oracle: Function | None = None,
         unrounded: Function | None = None,
     ) -> Expected:
-        """Runs the reference; on random numbers where the call's numbers cannot tell right from wrong.
+        """Runs the reference in the dtypes of the call, and the oracle in float64.
 
         Raises:
-            FloatingPointError: PyTorch's results are not finite on random numbers either.
+            FloatingPointError: PyTorch's results are not finite.
         """
-        sample = sample.detached()
-        generator = torch.Generator(sample.device).manual_seed(0)
-        varied = sample.map(lambda tensor: tensor if _varies(tensor) else _randomized(tensor, generator))
-        expected = cls._run(reference, varied, oracle or reference, unrounded)
-        if expected._is_near_exact():
-            return expected
-        randomized = sample.map(lambda tensor: _randomized(tensor, generator))
-        expected = cls._run(reference, randomized, oracle or reference, unrounded)
-        if not all(bool(t.isfinite().all()) for t in (*expected.same.outputs, *expected.same.gradients)):
-            raise FloatingPointError("PyTorch's own results are not finite, not on random numbers either")
-        return expected
-
-    @classmethod
-    def _run(
-        cls, reference: Function, sample: Call, oracle: Function, unrounded: Function | None = None
-    ) -> Expected:
+        oracle = oracle or reference
         generator = torch.Generator(sample.device).manual_seed(1)
         call = sample.map(_copied)
         outputs = _forward(reference, call)
-        douts = [_randomized(torch.empty_like(out), generator) for out in outputs if sample.gradient]
+        douts = [_random_like(out, generator) for out in outputs if sample.gradient]
         same = _results(call, outputs, douts)
+        if not all(bool(t.isfinite().all()) for t in (*same.outputs, *same.gradients) if _is_fine(t)):
+            raise FloatingPointError("PyTorch's own results are not finite")
         exact = _run_in_float64(oracle, sample.map(_in_float64), douts)
         return cls(reference, oracle, sample, douts, same, exact, unrounded)
 
     @functools.cached_property
     def other(self) -> Expected | None:
         """The expected results of ``unrounded``, or None."""
-        return None if self.unrounded is None else self._run(self.unrounded, self.sample, self.unrounded)
+        return None if self.unrounded is None else self.of(self.unrounded, self.sample)
 
     @functools.cached_property
     def nudged(self) -> Results:
@@ -311,28 +250,6 @@ class Expected:
         nudged = self.sample.map(lambda tensor: _nudged(tensor, generator))
         return _run_in_float64(self.oracle, nudged, self.douts)
 
-    def _is_near_exact(self) -> bool:
-        """Returns whether PyTorch's own results are near the exact ones, so that errors of candidates show.
-
-        The tolerance is larger where activations are rounded to 8 bits, which they are not in float64.
-        """
-        rounds = any(tensor.dtype in accuracy.OF_8_BITS for tensor in self.sample.tensors())
-        after = zip(self.sample.tensors(), self.same.arguments, self.exact.arguments, strict=True)
-        changed = [(mine, truth) for given, mine, truth in after if not torch.equal(mine, given)]
-        results = zip(
-            (*self.same.outputs, *self.same.gradients),
-            (*self.exact.outputs, *self.exact.gradients),
-            strict=True,
-        )
-        least = _NEAR_OF_8_BITS if rounds else 0.0
-
-        def is_near(result: Tensor, exact: Tensor) -> bool:
-            largest = exact.abs().max().item() if exact.numel() else 0.0
-            error = accuracy.compare(result, result, exact).ours
-            return error <= max(least, torch.finfo(result.dtype).eps ** 0.5) * largest < math.inf
-
-        return all(is_near(mine, truth) for mine, truth in (*results, *changed) if _is_fine(mine))
-
 
 def _is_fine(tensor: Tensor) -> bool:
     """Returns whether a tensor has floating-point numbers of more than 8 bits; others are taken as exact."""
@@ -340,7 +257,7 @@ def _is_fine(tensor: Tensor) -> bool:
 
 
 def _run_in_float64(reference: Function, call: Call, douts: list[Tensor]) -> Results:
-    with torch.autocast(call.device.type, enabled=False), torch._C._EnableTorchFunction(), AsSums():
+    with torch.autocast(call.device.type, enabled=False):
         return run(reference, call, [dout.double() for dout in douts])
 
 
@@ -376,28 +293,22 @@ def check(function: Function, expected: Expected) -> Measurement:
     """Runs a candidate on the sample in guarded memory, and compares its results with the expected ones.
 
     The reference does not run again: its results are among the expected ones.
+
+    Raises:
+        Exception: What the candidate raises.
     """
-    results = expected.same if function is expected.reference else _run_guarded(function, expected)
-    if isinstance(results, str):
-        return Measurement(None, None, None, results)
+    results = expected.same
+    if function is not expected.reference:
+        with guarded_memory() as memory:
+            results = run(function, expected.sample.map(memory.copy), expected.douts)
+            _wait_for_stream(expected.sample.device)
+        if memory.is_overwritten():
+            return Measurement(None, None, None, WRITES_OUTSIDE)
     measurement = _compare(results, expected)
     if measurement.flaw is None or expected.other is None:
         return measurement
     other = _compare(results, expected.other)
     return other if other.flaw is None else measurement
-
-
-def _run_guarded(function: Function, expected: Expected) -> Results | str:
-    """Returns the results of a candidate in guarded memory, or a flaw if there are none to compare."""
-    try:
-        with guarded_memory() as memory:
-            results = run(function, expected.sample.map(memory.copy), expected.douts)
-            _wait_for_stream(expected.sample.device)
-    except Exception as error:
-        if messages.is_foreign(error) or is_out_of_memory(error) or not is_usable(expected.sample.device):
-            raise
-        return _flaw_of(error)
-    return WRITES_OUTSIDE if memory.is_overwritten() else results
 
 
 def _wait_for_stream(device: torch.device) -> None:
@@ -416,7 +327,8 @@ def is_usable(device: torch.device) -> bool:
     return True
 
 
-def _flaw_of(error: Exception) -> str:
+def flaw_of(error: Exception) -> str:
+    """Returns the flaw of a candidate that raises an error."""
     # The kernel could not be built, loaded or started; Triton's errors have no types of their own.
     is_of_environment = isinstance(error, OSError | ImportError | subprocess.SubprocessError)
     is_of_environment |= any(words in str(error) for words in _PASSING)
@@ -458,11 +370,7 @@ def _compare(results: Results, expected: Expected) -> Measurement:
     due = [(out.dtype, out.shape) for out in expected.same.outputs]
     if shapes != due:
         return Measurement(None, None, None, f"wrong: returns {shapes}, expected {due}")
-    errors = [
-        *_errors("output", results.outputs, expected, "outputs"),
-        *_gradient_errors(results.gradients, expected),
-        *_argument_errors(results.arguments, expected),
-    ]
+    errors = list(_errors(results, expected))
     failed = [pair for pair in errors if not pair[1].passed]
     name, worst = failed[0] if failed else max(errors, key=lambda pair: pair[1].ours)
     if not failed:
@@ -471,11 +379,25 @@ def _compare(results: Results, expected: Expected) -> Measurement:
     return Measurement(worst.ours, worst.allowed, None, flaw)
 
 
-def _argument_errors(ours: list[Tensor], expected: Expected) -> Iterator[tuple[str, accuracy.Error]]:
-    """Yields the errors of arguments after a run, where they differ from those after the reference's run."""
-    for i, (given, mine, same) in enumerate(
-        zip(expected.sample.tensors(), ours, expected.same.arguments, strict=True)
-    ):
+def _errors(results: Results, expected: Expected) -> Iterator[tuple[str, accuracy.Error]]:
+    """Yields the name and the error of each result.
+
+    Each is judged by itself, but for gradients that are sums that cancel, such as those of q for a single
+    key. PyTorch's may then be exact by luck, while the rounding that remains in ours depends on the size of
+    other numbers. Arguments count only where they differ from those after the reference's run.
+    """
+    for i, mine in enumerate(results.outputs):
+        yield f"output {i}", _error(mine, expected, "outputs", i)
+    truths = expected.exact.gradients
+    others = max((t.abs().max().item() for t in (*truths, *expected.douts) if t.numel()), default=0.0)
+    for i, (mine, truth) in enumerate(zip(results.gradients, truths, strict=True)):
+        error = _error(mine, expected, "gradients", i, accuracy.GRADIENT_FACTOR)
+        rounding = torch.finfo(torch.promote_types(mine.dtype, torch.float32)).eps
+        if not truth.numel() or truth.abs().max().item() <= _CANCELS * others:
+            error = error._replace(allowed=error.allowed + rounding**0.5 * others)
+        yield f"gradient {i}", error
+    after = zip(expected.sample.tensors(), results.arguments, expected.same.arguments, strict=True)
+    for i, (given, mine, same) in enumerate(after):
         if mine is same or torch.equal(mine, same):
             continue
         if torch.equal(given, same) or not given.is_floating_point():
@@ -488,37 +410,12 @@ def _argument_errors(ours: list[Tensor], expected: Expected) -> Iterator[tuple[s
         yield f"tensor {i} of the arguments, after the call,", error
 
 
-def _gradient_errors(ours: list[Tensor], expected: Expected) -> Iterator[tuple[str, accuracy.Error]]:
-    """Yields the errors of gradients.
-
-    Each is judged by itself, but for those that are sums that cancel, such as the gradient of q for a single
-    key. PyTorch's may then be exact by luck, while the rounding that remains in ours depends on the size of
-    other numbers.
-    """
-    exact = expected.exact.gradients
-    others = max((t.abs().max().item() for t in (*exact, *expected.douts) if t.numel()), default=0.0)
-    errors = _errors("gradient", ours, expected, "gradients", accuracy.GRADIENT_FACTOR)
-    for (name, error), mine, truth in zip(errors, ours, exact, strict=True):
-        rounding = torch.finfo(torch.promote_types(mine.dtype, torch.float32)).eps
-        if not truth.numel() or truth.abs().max().item() <= _CANCELS * others:
-            error = error._replace(allowed=error.allowed + rounding**0.5 * others)
-        yield name, error
-
-
-def _errors(
-    name: str, ours: list[Tensor], expected: Expected, kind: str, factor: float = accuracy.VALUE_FACTOR
-) -> Iterator[tuple[str, accuracy.Error]]:
-    """Yields the name and the error of each result in a field of :class:`Results`."""
-    for i, mine in enumerate(ours):
-        error = _error(mine, expected, kind, i, factor)
-        yield f"{name} {i}" if len(ours) > 1 else name, error
-
-
 def _error(
     mine: Tensor, expected: Expected, kind: str, i: int, factor: float = accuracy.VALUE_FACTOR
 ) -> accuracy.Error:
+    """Returns the error of one result in a field of :class:`Results`."""
     same, exact = getattr(expected.same, kind)[i], getattr(expected.exact, kind)[i]
-    units = max(_UNITS, accuracy.usual_units(mine.numel()))
+    units: float = max(_UNITS, accuracy.usual_units(mine.numel()))
     if mine.dtype == torch.float64:
         units = _UNITS_OF_FLOAT64
     error = accuracy.compare(mine, same, exact, factor=factor, units=units)
@@ -552,24 +449,9 @@ def _nudged(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return exact
 
 
-def _varies(tensor: Tensor) -> bool:
-    """Returns whether a tensor can tell right from wrong: not if constant, or with NaN or huge numbers."""
-    if not _is_fine(tensor) or not tensor.numel():
-        return True
-    if not tensor.ndim:  # a scale
-        return bool(0 < tensor < _HUGE)
-    return bool(tensor.min() < tensor.max() < _HUGE)  # masks may have −inf
-
-
-def _randomized(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns random numbers in a tensor's layout; positive for a vector, which may be a variance."""
-    if not _is_fine(tensor):
-        return tensor
-    numbers = torch.randn(_extent(tensor), generator=generator, dtype=torch.float32, device=tensor.device)
-    if tensor.ndim < 2:
-        numbers = 0.5 + numbers.abs()
-    numbers = numbers.to(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-    return numbers.requires_grad_(tensor.requires_grad)
+def _random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    numbers = torch.randn(tensor.shape, generator=generator, device=tensor.device)
+    return torch.empty_like(tensor).copy_(numbers)
 
 
 def _extent(tensor: Tensor) -> int:
@@ -584,26 +466,15 @@ def _extent(tensor: Tensor) -> int:
 @contextlib.contextmanager
 def guarded_memory() -> Iterator[GuardedMemory]:
     """Runs the block in :class:`GuardedMemory`, which then includes the extension's allocations."""
-    _count_guarded(1)
+    extension = sys.modules.get("cvt_kernels._C")
+    if extension is not None:
+        extension.dispatch_allocations(True)
     try:
         with GuardedMemory() as memory:
             yield memory
     finally:
-        _count_guarded(-1)
-
-
-_lock = threading.Lock()
-_guarded = 0  # blocks in guarded memory, in all threads
-
-
-def _count_guarded(change: int) -> None:
-    """Lets the extension allocate through the dispatcher, as long as any block is in guarded memory."""
-    global _guarded
-    with _lock:
-        _guarded += change
-        extension = sys.modules.get("cvt_kernels._C")
         if extension is not None:
-            extension.dispatch_allocations(_guarded > 0)
+            extension.dispatch_allocations(False)
 
 
 class GuardedMemory(TorchDispatchMode):
@@ -653,10 +524,8 @@ class GuardedMemory(TorchDispatchMode):
             buffer = words.view(torch.uint8)
             if like.dtype == torch.int8:
                 buffer[start : start + size] = _POISON_OF_INT8
-        before, behind = start // 8, -(-(start + size) // 8)
-        signed = words.view(torch.int8)
-        edges = signed[8 * before : start], signed[start + size : 8 * behind]
-        self._zones += [words[:before], words[behind:], *(edge for edge in edges if edge.numel())]
+        numbers = words.view(torch.int8)
+        self._zones += [numbers[:start], numbers[start + size :]]
         offset = start // like.element_size()
         return buffer.view(like.dtype).as_strided(like.shape, like.stride(), offset)
 
@@ -698,93 +567,48 @@ def time_in_turns(
     results before and after the timing have other bits has a race, which a single check rarely shows.
 
     Returns:
-        The given measurements with the seconds of the fastest run, or with a flaw if a candidate fails on
-        this larger call.
+        The given measurements with the seconds of the fastest run, or with the flaw.
     """
-    # Vectors may be running statistics, which calls would change.
-    call = call.detached().map(lambda tensor: _copied(tensor) if tensor.ndim < 2 else tensor)
-    results, runners, first = {}, {}, {}
     kept = call.map(_copied)  # timed runs may write to their arguments
-    for name, function in candidates.items():
-        try:
-            first[name] = _numbers_of(function, kept)
-            runners[name] = runner_of(function, call)
-            runners[name]()
-            _wait_for_stream(call.device)
-        except Exception as error:
-            if messages.is_foreign(error) or is_out_of_memory(error) or not is_usable(call.device):
-                raise
-            runners.pop(name, None)
-            results[name] = measurements[name]._replace(flaw=_flaw_of(error))
-    names = list(runners)
-    graphs = _replays(list(runners.values()), call)
+    first = {name: _numbers_of(function, kept.map(_copied)) for name, function in candidates.items()}
+    runs = [runner_of(function, call) for function in candidates.values()]
+    graphs = [clock.graph_replay(run) for run in runs] if call.device.type == "cuda" else []
     measured = clock.cold_seconds_in_turns(
-        graphs or list(runners.values()), call.device, _SECONDS, fewest=_FEWEST, most=_MOST
-    )
-    for name, times in zip(names, measured, strict=True):
-        results[name] = measurements[name]._replace(seconds=min(times))
-        if not all(map(_same_bits, first[name], _numbers_of(candidates[name], kept))):
-            results[name] = results[name]._replace(flaw=RACES)
+        [graph for graph in graphs if graph is not None] if graphs and None not in graphs else runs,
+        call.device, _SECONDS, fewest=_FEWEST, most=_MOST,
+    )  # fmt: skip
+    results = {}
+    for (name, function), times in zip(candidates.items(), measured, strict=True):
+        is_same = all(map(_same_bits, first[name], _numbers_of(function, kept.map(_copied))))
+        results[name] = measurements[name]._replace(seconds=min(times), flaw=None if is_same else RACES)
     clock.release_memory(call.device)
     return results
 
 
+def rehearse(function: Function, call: Call) -> None:
+    """Runs a candidate on the call that will be timed, which may fail where a sample does not."""
+    _numbers_of(function, call)
+    _wait_for_stream(call.device)
+
+
 def _numbers_of(function: Function, call: Call) -> list[Tensor]:
-    """Returns the outputs and the gradients of a copy of a call."""
-    call = call.map(_copied)
+    """Returns the outputs and the gradients of a call."""
     outputs = _forward(function, call)
-    return [
-        *outputs,
-        *(_gradients(call, outputs, list(map(torch.ones_like, outputs))) if call.gradient else ()),
-    ]
+    gradients = _gradients(call, outputs, list(map(torch.ones_like, outputs))) if call.gradient else []
+    return [*outputs, *gradients]
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or torch.equal(one.detach().nan_to_num(), other.detach().nan_to_num())
 
 
-def _replays(runners: list[Callable[..., Any]], call: Call) -> list[clock.Replay] | None:
-    """Returns CUDA graphs of calls by each runner, on the same inputs; None for no GPU, or no graph."""
-    if call.device.type != "cuda":
-        return None
-    seconds = []
-    for run in runners:
-        start = clock.now(call.device)
-        run()
-        seconds.append(clock.now(call.device) - start)
-    calls = max(2, min(_CALLS, int(_REPLAYED / min(seconds))))
-    size = sum(tensor.nbytes for tensor in call.tensors())
-    copies = [call.map(_copied) for _ in range(clock.copies_that_fill_cache(size, calls))]
-    return clock.replays(
-        [[functools.partial(run, copies[i % len(copies)]) for i in range(calls)] for run in runners]
-    )
+def runner_of(function: Function, call: Call) -> Callable[[], None]:
+    """Returns the function to time for a candidate, with the backward if the call includes it."""
+    douts = list(map(torch.ones_like, _forward(function, call))) if call.gradient else []
 
-
-def runner_of(function: Function, call: Call) -> Callable[..., Any]:
-    """Returns the function to time for a candidate, with the backward if the call includes it.
-
-    It may be given other calls, which differ in the numbers only.
-    """
-
-    def run_forward(call: Call = call) -> Any:
-        with torch.no_grad():
-            return function(call.record)
-
-    if not call.gradient:
-        return run_forward
-    # With gradients here too: without them, other kernels would be compiled.
-    douts = [torch.ones_like(out) for out in _forward(function, call)]
-
-    def run_both(call: Call = call) -> Any:
-        _gradients(call, _flat(function(call.record)), douts)
-
-    return run_both
-
-
-def rehearse(function: Function, call: Call) -> None:
-    """Runs a candidate on meta tensors, for the launches that its check and its timing make."""
-    with undisturbed(call.device):
-        call = call.detached()
+    def run() -> None:
         outputs = _forward(function, call)
         if call.gradient:
-            _gradients(call, outputs, [torch.empty_like(out) for out in outputs])
+            _gradients(call, outputs, douts)
+
+    return run

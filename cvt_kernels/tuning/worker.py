@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import pickle
+import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection
@@ -20,7 +21,8 @@ from .. import backends, machine
 from ..launch import launching
 from . import choices, tuner
 from .calls import OperatorCall
-from .choices import Entry, Measurement
+from .choices import Entry
+from .tuner import Measurement
 
 _START_SECONDS = 300.0  # to import everything, from a slow disk too
 _COMPILE_SECONDS = 1800.0  # for all kernels together
@@ -32,19 +34,19 @@ Setup = Callable[[], None]
 
 
 class Failure(Exception):  # noqa: N818 (it is caught where it is expected, and says what happened)
-    """A failure of the process, worded as the flaw of a :class:`~.choices.Measurement`."""
+    """A failure of the process, worded as the flaw of a :class:`~.tuner.Measurement`."""
 
 
 class NotEnoughMemory(Failure):
     """A call does not fit into the memory of the device."""
 
 
-class Candidates(NamedTuple):
-    """The candidates for a call, the one that another replaces by a margin only, and that margin."""
+class _Answer(NamedTuple):
+    """The answer to a command: a value or a failure, and whether the process is still usable."""
 
-    names: list[str]
-    default: str
-    margin: float
+    value: Any
+    failure: Failure | None = None
+    is_sound: bool = True
 
 
 class Worker:
@@ -57,7 +59,7 @@ class Worker:
     def __init__(self, device: torch.device, seconds: float, setup: Setup | None = None):
         self.device, self._seconds, self._setup = device, seconds, setup
         self._process: subprocess.Popen[bytes] | None = None
-        self._connections: list[Connection] = []
+        self._connection: Connection
         self._prepared: str | None = None
         self._chosen: dict[str, Entry] = {}
 
@@ -77,17 +79,17 @@ class Worker:
         """Compiles the Triton kernels for calls into Triton's cache, several at once, without a launch."""
         self._run("compile", calls, _COMPILE_SECONDS)
 
-    def candidates(self, call: OperatorCall) -> Candidates:
-        """Returns the candidates for a call, and computes the expected results by the reference."""
+    def candidates(self, call: OperatorCall) -> list[str]:
+        """Returns the candidates for a call, the default first, and computes the expected results."""
         self._prepared = None
-        candidates = self._run("prepare", call, self._seconds)
+        names: list[str] = self._run("prepare", call, self._seconds)
         self._prepared = call.cache_key
-        return candidates
+        return names
 
     def check(self, call: OperatorCall, name: str) -> Measurement:
         """Checks a candidate, and ends the process if it may be corrupted; a failure becomes the flaw."""
         try:
-            measurement = self._prepare_and_run(call, "check", name)
+            measurement: Measurement = self._prepare_and_run(call, "check", name, self._seconds)
         except NotEnoughMemory:
             raise
         except Failure as failure:
@@ -98,8 +100,7 @@ class Worker:
 
     def time(self, call: OperatorCall, measurements: dict[str, Measurement]) -> dict[str, Measurement]:
         """Times candidates in turns; returns measurements with seconds."""
-        seconds = self._seconds * len(measurements)
-        return self._prepare_and_run(call, "time", measurements, seconds)
+        return self._prepare_and_run(call, "time", measurements, self._seconds * len(measurements))
 
     def end(self) -> None:
         """Kills the process."""
@@ -108,17 +109,13 @@ class Worker:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
-        for connection in self._connections:
-            connection.close()
-        self._connections = []
+            self._connection.close()
 
-    def _prepare_and_run(
-        self, call: OperatorCall, command: str, argument: Any, seconds: float | None = None
-    ) -> Any:
+    def _prepare_and_run(self, call: OperatorCall, command: str, argument: Any, seconds: float) -> Any:
         """Runs a command about a call, which is prepared first if it is not the current one."""
         if self._prepared != call.cache_key:
             self.candidates(call)
-        return self._run(command, argument, self._seconds if seconds is None else seconds)
+        return self._run(command, argument, seconds)
 
     def _run(self, command: str, argument: Any, seconds: float) -> Any:
         """Runs a command in the process, and ends it if it does not answer or is not usable any more."""
@@ -137,11 +134,10 @@ class Worker:
 
     def _send_and_receive(self, message: Any, seconds: float) -> _Answer:
         """Sends a message and waits for the answer; raises Failure without one."""
-        connection = self._connections[0]
         try:
-            connection.send(message)
-            if connection.poll(seconds):
-                return connection.recv()
+            self._connection.send(message)
+            if self._connection.poll(seconds):
+                return self._connection.recv()
         except (EOFError, ConnectionError):
             raise Failure(f"dies: {self._words_of_exit()}") from None
         raise Failure(f"hangs: takes longer than {seconds:g} s")
@@ -161,14 +157,13 @@ class Worker:
         """
         if getattr(sys, "frozen", False) or not sys.executable:
             raise OSError("there is no Python to start a process with, as in a frozen application")
-        (ours, theirs), (lifeline, kept) = Pipe(), Pipe(duplex=False)
-        program = f"from {__name__} import main; main({theirs.fileno()}, {lifeline.fileno()})"
-        self._connections = [ours, kept]  # the process ends when the second is closed
-        with theirs, lifeline:
+        self._connection, theirs = Pipe()
+        program = f"from {__name__} import main; main({theirs.fileno()})"
+        with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-                pass_fds=[theirs.fileno(), lifeline.fileno()],
+                pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C is this process's affair
             )
@@ -179,40 +174,30 @@ class Worker:
             raise OSError(f"the process that tunes kernels does not start ({failure})") from None
 
 
-class _Answer(NamedTuple):
-    """The answer to a command: a value or a failure, and whether the process is still usable."""
-
-    value: Any
-    failure: Failure | None = None
-    is_sound: bool = True
-
-
 # In the process -------------------------------------------------------------------------------------------
 
 
-def main(descriptor: int, lifeline: int) -> None:
+def main(descriptor: int) -> None:
     """Serves the commands of :class:`Worker` until its end closes."""
-    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    with contextlib.suppress(AttributeError):  # not Linux
+        # As soon as the parent is gone, even during a kernel: PR_SET_PDEATHSIG.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.dup2(2, 1)  # what a kernel prints does not belong in the table
     connection = Connection(descriptor)
-    device, threads, setup, chosen = connection.recv()
-    torch.set_num_threads(threads)
-    backends.use_backend("auto")  # whatever the environment asks for
-    if setup is not None:
-        setup()
-    server = _Server(device)
-    server.use(chosen)
-    connection.send(_Answer(None))
     with contextlib.suppress(EOFError):
+        device, threads, setup, chosen = connection.recv()
+        torch.set_num_threads(threads)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backends.use_backend("auto")  # whatever the environment asks for
+        if setup is not None:
+            setup()
+        server = _Server(device)
+        server.use(chosen)
+        connection.send(_Answer(None))
         while True:
             command, argument = connection.recv()
             connection.send(server.run(command, argument))
-
-
-def _end_with_parent(lifeline: int) -> None:
-    """Ends the process as soon as the parent is gone, even during a kernel."""
-    os.read(lifeline, 1)
-    os._exit(1)
 
 
 class _Server:
@@ -220,9 +205,9 @@ class _Server:
 
     def __init__(self, device: torch.device):
         self._device = device
+        self._call: OperatorCall
         self._task: tuner.Task
         self._expected: tuner.Expected
-        self._autocast: torch.dtype | None = None
 
     def run(self, command: str, argument: Any) -> _Answer:
         """Runs the method named by a command."""
@@ -230,51 +215,46 @@ class _Server:
         try:
             return _Answer(method(argument))
         except Exception as error:
-            failure = Failure(f"fails: {tuner.describe_error(error)}")
+            flaw = tuner.flaw_of(error)
             if tuner.is_out_of_memory(error):
-                return _Answer(None, NotEnoughMemory(*failure.args), is_sound=False)
-            return _Answer(None, failure, tuner.is_usable(self._device))
+                return _Answer(None, NotEnoughMemory(flaw), is_sound=False)
+            return _Answer(None, Failure(flaw), tuner.is_usable(self._device))
 
     def use(self, entries: dict[str, Entry]) -> None:
         choices.use(self._device, entries)
         backends.forget()
 
     def compile(self, calls: list[OperatorCall]) -> None:
-        kernels: dict[str, launching.TritonKernel] = {}
+        chip, kernels = launching.chip(self._device), dict[bytes, launching.TritonKernel]()
         for call in calls:
-            self._autocast = call.autocast
-            with self._undisturbed():
-                for launch in tuner.launches_of(call.operator, **call.make_arguments()):
-                    kernel = launching.specialize(launch, launching.chip(self._device).capability)
-                    kernels[pickle.dumps(kernel).hex()] = kernel
-        todo = [kernel for kernel in kernels.values() if not kernel.is_cached()]
-        workers = min(_MOST_COMPILERS, len(todo), len(os.sched_getaffinity(0)))
+            with call.autocasting():
+                for launch in tuner.launches_of(call.task(), chip):
+                    kernel = launching.specialize(launch, chip.capability)
+                    kernels[pickle.dumps(kernel)] = kernel
+        workers = min(_MOST_COMPILERS, len(kernels), len(os.sched_getaffinity(0)))
         if workers > 1 and not machine.INTERPRETING:
             # What does not compile is found, and described, by its check.
             with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
-                for future in [pool.submit(kernel.compile_into_cache) for kernel in todo]:
+                for future in [pool.submit(kernel.compile_into_cache) for kernel in kernels.values()]:
                     future.exception()
 
-    def prepare(self, call: OperatorCall) -> Candidates:
-        self._autocast = call.autocast
-        arguments = call.make_arguments()
-        with self._undisturbed():
-            self._task = task = tuner.task_of(call.operator, **arguments)
-            if len(task.candidates) > 1:
-                self._expected = task.expected()
-        return Candidates(list(task.candidates), task.default, task.margin)
+    def prepare(self, call: OperatorCall) -> list[str]:
+        self._call = call
+        with call.autocasting():
+            self._task = call.task()
+            if len(self._task.candidates) > 1:
+                self._expected = self._task.expected()
+        return list(self._task.candidates)
 
     def check(self, name: str) -> Measurement:
-        with self._undisturbed():
-            return tuner.check(self._task.candidates[name], self._expected)
+        function = self._task.candidates[name]
+        with self._call.autocasting():
+            measurement = tuner.check(function, self._expected)
+            if measurement.flaw is None:
+                tuner.rehearse(function, self._task.timed)
+        return measurement
 
     def time(self, measurements: dict[str, Measurement]) -> dict[str, Measurement]:
         functions = {name: self._task.candidates[name] for name in measurements}
-        with self._undisturbed():
+        with self._call.autocasting():
             return tuner.time_in_turns(functions, self._task.timed, measurements)
-
-    @contextlib.contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        casts = torch.autocast(self._device.type, self._autocast, enabled=self._autocast is not None)
-        with casts, tuner.undisturbed(self._device):
-            yield

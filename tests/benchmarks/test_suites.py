@@ -38,7 +38,7 @@ def test_a_wrong_kernel_fails_and_is_not_timed():
     with pytest.raises(AssertionError) as raised:
         made.check(lambda record: right(record) * 1.001, "cpu")
     told = str(raised.value)
-    assert told.startswith(f"{name}: cpu: wrong: output is off by")
+    assert told.startswith(f"{name}: cpu: wrong: output 0 is off by")
     assert "allowed are" in told
     assert told.endswith("it was not timed")
     errors = made.check(right, "reference")

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 import cvt_kernels as ck
 from cvt.config import DTYPES, PRESETS, default_image_size
 from cvt.factory import create_model
 from cvt_kernels import backends
-from cvt_kernels.tuning import choices, run, worker
+from cvt_kernels.tuning import choices, run
 from cvt_kernels.tuning.calls import OperatorCall
 from cvt_kernels.tuning.key import machine_key
 from cvt_kernels.tuning.run import Result
@@ -65,14 +64,12 @@ def _tune(arguments: argparse.Namespace) -> int:
     calls = list(_calls(arguments, device).values())
     results: list[Result] = []
     start = time.monotonic()
-    with temporary_files_together(), worker.Worker(device, arguments.seconds) as process:
-        run.compile_kernels(calls, process)
-        with tqdm(calls, desc="tune", unit="call", leave=False, disable=None) as bar:
-            try:
-                run.tune_all(bar, process, results)
-            finally:  # what is known when someone interrupts it is worth keeping too
-                with reporting(arguments.json, indent=1) as report_json:
-                    report_json(_as_json(results, arguments, device))
+    with temporary_files_together():
+        try:
+            run.tune_all(calls, arguments.seconds, results)
+        finally:  # what is known when someone interrupts it is worth keeping too
+            with reporting(arguments.json, indent=1) as report_json:
+                report_json(_as_json(results, arguments, device))
     print_result(arguments, _lines(results, device, time.monotonic() - start))
     return int(not all(result.is_good for result in results))
 
@@ -131,16 +128,16 @@ def _models(
 def _lines(results: Sequence[Result], device: torch.device, seconds: float) -> Iterator[str]:
     """Yields a line for each call, what each backend took or its flaw, and a summary with all flaws."""
     for each in results:
-        measured = [f"{name} {_figure(one)}" for name, one in _measurements(each).items()]
-        yield f"{each.cache_key}: {each.entry.chosen if each.entry else 'not tuned'} ({', '.join(measured)})"
+        measured = [f"{name} {_figure(one)}" for name, one in each.measurements.items()]
+        yield f"{each.cache_key}: {each.chosen or 'not tuned'} ({', '.join(measured)})"
     yield ""
     for each in results:
         yield from (f"{name}, {each.cache_key}: {flaw}" for name, flaw in each.flaws.items())
     ours = ", ".join(backends.OURS)
     if any(name in backends.OURS for each in results for name in each.flaws):
         yield f"No kernel with a flaw is used. Please report the lines of {ours} and of `cvt doctor`."
-    yield from (f"not tuned, {each.cache_key}: {each.why_not_tuned}" for each in results if not each.entry)
-    chosen = [each.entry.chosen for each in results if each.entry is not None]
+    yield from (f"not tuned, {each.cache_key}: {each.why_not_tuned}" for each in results if not each.chosen)
+    chosen = [each.chosen for each in results if each.chosen is not None]
     counts = ", ".join(f"{name} {chosen.count(name)}" for name in backends.BACKENDS if name in chosen)
     yield f"{len(results)} calls, {len(chosen)} tuned in {seconds:.0f} s; chosen: {counts or 'nothing'}"
     yield f"remembered in {choices.path(device)}"
@@ -148,10 +145,6 @@ def _lines(results: Sequence[Result], device: torch.device, seconds: float) -> I
         yield f"CVT_KERNELS_TUNED is set: the choices in {', '.join(map(str, given))} go before them"
     if (requested := backends.requested_backends()) != ("auto",):
         yield f"CVT_KERNELS_BACKEND is {','.join(requested)}: choices serve under auto only"
-
-
-def _measurements(result: Result) -> dict[str, Any]:
-    return {} if result.entry is None else result.entry.measurements
 
 
 def _figure(measurement: Any) -> str:
@@ -169,9 +162,9 @@ def _as_json(
     calls = [
         {
             "cache_key": each.cache_key,
-            "chosen": each.entry.chosen if each.entry else None,
+            "chosen": each.chosen,
             "why_not_tuned": each.why_not_tuned,
-            "measurements": {name: one._asdict() for name, one in _measurements(each).items()},
+            "measurements": {name: one._asdict() for name, one in each.measurements.items()},
         }
         for each in results
     ]

@@ -180,7 +180,7 @@ def test_kernels_of_a_training_step(make):
     """By their launches, which do not run."""
     _, model = pair(make, "train", drop_path=0.3)
     found = collections.Counter()
-    noting = launching.taken_launches(lambda launch: found.update([launch.kernel.__name__]))
+    noting = launching.intercepted_launches(lambda launch: found.update([launch.kernel.__name__]))
     with noting, ck.use_backend("triton", "reference"):
         gradients_of(model, inputs(make), torch.bfloat16)
     blocks = 4 if make is glpn else 3

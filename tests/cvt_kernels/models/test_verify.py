@@ -133,7 +133,7 @@ def test_each_run_is_logged(caplog):
 
 
 def test_the_report_names_the_parameter_and_what_to_do():
-    """Its gradient is off; how large it is beside the model's largest one is said too."""
+    """Its gradient 0 is off; how large it is beside the model's largest one is said too."""
 
     class Off(torch.autograd.Function):
         @staticmethod

@@ -46,7 +46,8 @@ def test_functions_take_turns_and_the_first_round_warms_up(timer):
         timer.spend(1000.0)  # is not measured
 
     functions = [costing(timer, calls, "a", [100.0, 1.0, 3.0]), costing(timer, calls, "b", [50.0, 2.0, 4.0])]
-    assert clock.seconds_in_turns(functions, 2, "cpu", before_run=before_run) == [[1.0, 3.0], [2.0, 4.0]]
+    timed = clock.times_in_turns(functions, 2, "cpu", before_run=before_run)
+    assert [times.seconds for times in timed] == [[1.0, 3.0], [2.0, 4.0]]
     assert "".join(calls) == "abbaab"
     assert rounds == [0, 0, 1, 1, 2, 2]
 
@@ -222,18 +223,3 @@ def test_rates_by_a_clock_that_stands(monkeypatch):
 def test_nothing_is_measured_at_import():
     code = "import sys, cvt_kernels; sys.exit('cvt_kernels.tuning.clock' in sys.modules)"
     assert run_python(code).returncode == 0
-
-
-def test_a_replay_has_the_device_time_of_one_call(monkeypatch):
-    class Clock:
-        arm = staticmethod(lambda: events.append("flush"))
-
-        def read(self):
-            events.append("read")
-            return 0.5
-
-    events = []
-    monkeypatch.setattr(clock, "DeviceClock", Clock)
-    replay = clock.Replay(lambda: events.append("replay"), 4)
-    assert clock._cold_seconds(replay, torch.device("cuda")) == 0.125
-    assert events == ["replay", "flush", "read", "replay", "read"]

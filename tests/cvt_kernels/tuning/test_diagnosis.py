@@ -8,7 +8,7 @@ import cvt_kernels as ck
 from cvt_kernels import backends, choose, machine
 from cvt_kernels.launch import launching
 from cvt_kernels.tuning import choices
-from cvt_kernels.tuning.choices import Entry, Measurement
+from cvt_kernels.tuning.choices import Entry
 from tests.checks import add_marked_backend, not_built, remember_entry
 from tests.processes import run_python
 
@@ -94,13 +94,8 @@ def test_doctor_says_what_was_tuned_and_tunes_nothing(monkeypatch, tmp_path):
 
 def test_doctor_names_kernels_at_fault():
     assert "failed their check" not in ck.doctor()
-    wrong = "wrong: output is off by 1.0e+00, allowed are 1.0e-06"
-    measurements = {
-        "cpu": Measurement(None, None, None, wrong),
-        "sdpa": Measurement(None, None, None, "fails: RuntimeError: no"),
-        "reference": Measurement(0.0, 1.0, 1e-3, None),
-    }
-    choices.use(CPU, {KEY: Entry("reference", measurements)})
+    wrong = "wrong: output 0 is off by 1.0e+00, allowed are 1.0e-06"
+    choices.use(CPU, {KEY: Entry("reference", {"cpu": wrong, "sdpa": "fails: RuntimeError: no"})})
     assert section(ck.doctor(), "failed their check") == [f"{KEY}, cpu on cpu: {wrong}"]
 
 

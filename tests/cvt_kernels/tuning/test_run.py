@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import subprocess
 import sys
 import time
@@ -57,7 +58,7 @@ def broken():
 @pytest.mark.parametrize(
     ("kernel", "flaw"),
     [
-        (kernels.wrong_element, "wrong: output is off by "),
+        (kernels.wrong_element, "wrong: output 0 is off by "),
         (kernels.writes_beyond, "wrong: writes outside of its tensors"),
         (kernels.raising, "fails: RuntimeError: has no such kernel"),
         (kernels.racing, tuner.RACES),
@@ -71,13 +72,13 @@ def broken():
 )
 def test_a_kernel_with_a_flaw_is_named_and_not_chosen(broken, kernel, flaw):
     result = run.tune_call(gelu_call(kernel), broken)
-    found = result.entry.measurements["triton"].flaw
+    found = result.measurements["triton"].flaw
     assert found.startswith(flaw)
     assert "second line" not in found
     assert result.flaws == {"triton": found}
     assert not result.is_good
-    assert result.entry.chosen in ("cpu", "reference")
-    assert all(result.entry.measurements[name].seconds is not None for name in ("cpu", "reference"))
+    assert result.chosen in ("cpu", "reference")
+    assert all(result.measurements[name].seconds is not None for name in ("cpu", "reference"))
 
 
 def test_the_process_goes_on_after_a_flaw_that_does_it_no_harm(broken):
@@ -91,15 +92,15 @@ def test_the_process_goes_on_after_a_flaw_that_does_it_no_harm(broken):
 
 def test_a_backward_that_is_wrong_matters_in_training_only(broken):
     training = run.tune_call(gelu_call(kernels._WrongBackward.apply, gradient=True), broken)
-    assert training.flaws["triton"].startswith("wrong: gradient is off by ")
+    assert training.flaws["triton"].startswith("wrong: gradient 0 is off by ")
     assert run.tune_call(gelu_call(kernels._WrongBackward.apply), broken).is_good
 
 
 def test_a_slow_kernel_is_right_but_not_chosen(broken):
     result = run.tune_call(gelu_call(kernels.slow), broken)
     assert result.is_good
-    assert result.entry.measurements["triton"].seconds > 0.02
-    assert result.entry.chosen != "triton"
+    assert result.measurements["triton"].seconds > 0.02
+    assert result.chosen != "triton"
 
 
 def test_a_form_of_pytorch_that_kills_the_process_is_no_fault_of_ours(broken):
@@ -120,19 +121,20 @@ def test_a_form_of_pytorch_that_kills_the_process_is_no_fault_of_ours(broken):
         ),
     ],
 )
-def test_a_call_that_cannot_be_tuned_gets_no_entry(setup, reason):
+def test_a_call_that_cannot_be_tuned_gets_no_entry(monkeypatch, setup, reason):
     results = []
-    with Worker(CPU, SECONDS, setup) as process:
-        run.tune_all([gelu_call(kernels.wrong_element)], process, results)
-    assert [(each.entry, each.why_not_tuned) for each in results] == [(None, reason)]
+    monkeypatch.setattr(run, "Worker", functools.partial(Worker, setup=setup))
+    run.tune_all([gelu_call(kernels.wrong_element)], SECONDS, results)
+    assert [(each.chosen, each.why_not_tuned) for each in results] == [(None, reason)]
     assert not results[0].is_good
     assert choices.entries(CPU) == {}
 
 
-def test_flaws_that_may_pass_are_not_written_down():
+def test_flaws_that_may_pass_are_not_written_down(monkeypatch):
     results = []
-    with Worker(CPU, SECONDS, kernels.register_killed_compiler) as process:
-        run.tune_all([gelu_call(kernels.wrong_element)], process, results)
+    setup = kernels.register_killed_compiler
+    monkeypatch.setattr(run, "Worker", functools.partial(Worker, setup=setup))
+    run.tune_all([gelu_call(kernels.wrong_element)], SECONDS, results)
     (result,) = results
     assert result.flaws["triton"].startswith("fails here: RuntimeError: `ptxas` failed with error code -9")
     assert choices.entries(CPU)[result.cache_key].chosen in ("cpu", "reference")  # in this process
@@ -259,8 +261,10 @@ def test_a_folder_that_cannot_be_written_is_said_and_the_process_is_served(monke
 
 
 def test_flaws_are_said(monkeypatch):
-    flawed = choices.Entry("reference", {"cpu": choices.Measurement(1.0, 0.0, None, "wrong: off by 1")})
-    monkeypatch.setattr(run, "tune_call", lambda call, process: run.Result(call.cache_key, flawed))
+    measured = {"cpu": tuner.Measurement(1.0, 0.0, None, "wrong: off by 1")}
+    monkeypatch.setattr(
+        run, "tune_call", lambda call, process: run.Result(call.cache_key, "reference", measured)
+    )
     with pytest.warns(
         RuntimeWarning, match="please report them(.|\n)*cpu, gelu, forward, .*: wrong: off by 1"
     ):
@@ -291,5 +295,5 @@ def test_gpu_kernels_are_compiled_ahead(tmp_path, monkeypatch):
         run.compile_kernels([call], process)
         compiled = set(tmp_path.rglob("*.cubin"))
         assert compiled
-        run.tune_all([call], process, [])
+        run.tune_call(call, process)
     assert set(tmp_path.rglob("*.cubin")) == compiled

@@ -1,14 +1,11 @@
 """The tuner: wrong kernels are found, right ones pass, and the caller notices nothing."""
 
-import contextlib
 import ctypes
 import itertools
-import threading
 
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import cvt_kernels as ck
 from cvt_kernels import backends, reference
@@ -16,6 +13,8 @@ from cvt_kernels.ops.cards import laid_out
 from cvt_kernels.tuning import accuracy, clock, tuner
 from tests.checks import implementation, recorded_operators
 from tests.contract.examples import example, served, tensors_of
+
+CPU = torch.device("cpu")
 
 
 def expected_of(operator, *args, gradient=False, **kwargs):
@@ -59,10 +58,6 @@ def _one_wrong(x, bias=None, *, approximate):
     return out
 
 
-def _fails_silently(x, *_, **__):
-    raise RuntimeError
-
-
 def _changed(change):
     """Returns a kernel that changes the output of the reference, or the input."""
 
@@ -77,9 +72,9 @@ def _changed(change):
 @pytest.mark.parametrize(
     ("function", "flaw"),
     [
-        (_one_wrong, "wrong: output is off by 1.0e-02, allowed are"),
-        (_changed(lambda out, x: out[0, 0].fill_(torch.nan)), "wrong: output is off by nan, allowed are"),
-        (lambda x, *_, **__: torch.empty_like(x), "wrong: output is off by nan, allowed are"),
+        (_one_wrong, "wrong: output 0 is off by 1.0e-02, allowed are"),
+        (_changed(lambda out, x: out[0, 0].fill_(torch.nan)), "wrong: output 0 is off by nan, allowed are"),
+        (lambda x, *_, **__: torch.empty_like(x), "wrong: output 0 is off by nan, allowed are"),
         (
             _changed(lambda out, x: x[0, 0].add_(1)),
             "wrong: tensor 0 of the arguments, after the call, is off by",
@@ -87,9 +82,6 @@ def _changed(change):
         (lambda x, *_, **__: x.sum(0), "wrong: returns [(torch.float32, torch.Size([24]))], expected ["),
         (lambda x, *_, **__: x.double(), "wrong: returns [(torch.float64, "),
         (lambda x, *_, **__: (x, x), "wrong: returns [(torch.float32, torch.Size([7, 24])), (torch.float32,"),
-        (lambda x, *_, **__: None, "fails: "),
-        (lambda x, *_, **__: 1 / 0, "fails: ZeroDivisionError: division by zero"),
-        (_fails_silently, "fails: RuntimeError: no reason given"),
         (
             _changed(lambda out, x: setattr(ctypes.c_float.from_address(x.data_ptr() - 4), "value", 7.0)),
             tuner.WRITES_OUTSIDE,
@@ -141,7 +133,7 @@ def test_what_is_read_outside_of_an_input_is_nan():
         beyond = x.as_strided((1,), (1,), x.storage_offset() + x.numel())
         return reference.gelu(x, approximate=approximate) + 0 * beyond
 
-    assert gelu_flaw(reads).startswith("wrong: output is off by nan")
+    assert gelu_flaw(reads).startswith("wrong: output 0 is off by nan")
 
 
 class _WrongBackward(torch.autograd.Function):
@@ -172,7 +164,7 @@ def test_a_wrong_backward_is_found_only_where_it_is_wanted():
     forward = expected_of("layer_norm", x.detach(), weight, bias, eps=1e-5)
     assert check(function, forward).flaw is None
     both = expected_of("layer_norm", x, weight, bias, eps=1e-5, gradient=True)
-    assert check(function, both).flaw.startswith("wrong: gradient is off by")
+    assert check(function, both).flaw.startswith("wrong: gradient 0 is off by")
 
 
 @pytest.mark.parametrize("wrong", ["running_mean", "running_var", "num_batches_tracked", None])
@@ -187,15 +179,6 @@ def test_wrong_running_statistics_are_found(wrong):
 
     expected = expected_of("conv_projection", torch.randn(2, 12, 6), (3, 4), branches(), training=True)
     assert "of the arguments, after the call, is off by" in check(function, expected).flaw
-
-
-@pytest.mark.parametrize("value", [0.0, 3.0, torch.nan, torch.inf, 1e30])
-def test_data_that_tell_nothing_do_not_hide_a_wrong_kernel(value):
-    assert gelu_flaw(_one_wrong, torch.full((7, 24), value)) is not None
-    assert gelu_flaw(_one_wrong, torch.full((1, 24), value).expand(7, 24)) is not None
-    mixed = torch.randn(7, 24)
-    mixed[3, 3] = value
-    assert gelu_flaw(_one_wrong, mixed) is not None
 
 
 @pytest.mark.parametrize("gradient", [False, True])
@@ -222,20 +205,19 @@ def test_the_reference_runs_once_in_its_dtype_and_once_in_float64(gradient):
 
 
 CPU_KERNELS = [name for name, known in backends.implementations.items() if "cpu" in known]
-VALUES = ("normal", "zeros", "constant", "huge", "small", "nan", "infinite")
+VALUES = ("normal", "zeros", "constant", "small")
 LAYOUTS = ("offset", "sliced", "transposed", "expanded")
 DATA = [*(("usual", {"values": each}) for each in VALUES), *(("usual", {"layout": each}) for each in LAYOUTS)]
 DATA += [("odd", {}), ("empty", {}), ("many", {}), ("usual", {"gradient": "all", "layout": "transposed"})]
-DATA += [("usual", {"gradient": "all", "values": "nan"}), ("usual", {"parameters": "zeros"})]
+DATA += [("usual", {"parameters": "zeros"})]
 
 
 def flaws(made) -> dict[str, str | None]:
     """Checks every backend that can serve an example; returns their flaws."""
     with torch.set_grad_enabled(made.call.gradient):
         task = tuner.task_of(made.operator, **made.call.record._asdict())
-        with tuner.undisturbed(task.sample.device):
-            expected = task.expected()
-            return {name: tuner.check(each, expected).flaw for name, each in task.candidates.items()}
+        expected = task.expected()
+        return {name: tuner.check(each, expected).flaw for name, each in task.candidates.items()}
 
 
 @pytest.mark.parametrize("operator", CPU_KERNELS)
@@ -297,42 +279,12 @@ def test_gradients_of_cpu_kernels_lie_in_guarded_memory():
     assert is_guarded(gradient)
 
 
-def test_allocations_are_direct_again_after_an_error_and_after_the_last_of_nested_blocks():
+def test_allocations_are_direct_again_after_an_error():
     with pytest.raises(ZeroDivisionError), tuner.guarded_memory():
         _ = 1 / 0
     with recorded_operators() as operators:
         cpu("gelu")[0][0]
     assert not any("empty" in name for name in operators)
-    with tuner.guarded_memory():
-        with tuner.guarded_memory():
-            pass
-        assert is_guarded(cpu("gelu")[0][0])
-    assert not is_guarded(cpu("gelu")[0][0])
-
-
-def test_guarded_memory_of_two_threads():
-    entered, left = threading.Event(), threading.Event()
-    seen = []
-
-    def other():
-        with tuner.guarded_memory():
-            entered.set()
-            left.wait(60)
-            seen.append(is_guarded(cpu("gelu")[0][0]))
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    assert entered.wait(60)
-    assert not is_guarded(cpu("gelu")[0][0])  # not in this thread
-    with tuner.guarded_memory():
-        assert is_guarded(cpu("gelu")[0][0])
-    left.set()
-    thread.join()
-    assert seen == [True]
-    assert not is_guarded(cpu("gelu")[0][0])
-
-
-# 8-bit numbers --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["contiguous", *LAYOUTS])
@@ -440,101 +392,7 @@ def test_right_and_wrong_products_of_8_bit_numbers(rows, dtype):
     if not rows["rounded"] and dtype == "float32":
         wrong.append(_with_truncated_input)
     for kernel in wrong:
-        assert "wrong: output is off by" in check(kernel, expected).flaw
-
-
-# The caller -----------------------------------------------------------------------------------------------
-
-
-def tune(operator, *args, **kwargs):
-    """Checks and times the candidates of a call here, as the process of ``tune`` does; returns the entry."""
-    return tune_task(tuner.task_of(operator, *args, **kwargs))
-
-
-def tune_task(task):
-    with tuner.undisturbed(task.sample.device):
-        expected = task.expected()
-        checked = {name: tuner.check(each, expected) for name, each in task.candidates.items()}
-        sound = {name: task.candidates[name] for name in checked if checked[name].flaw is None}
-        timed = tuner.time_in_turns(sound, task.timed, checked)
-    return tuner.fastest({**checked, **timed}, task.default, task.margin)
-
-
-def test_arguments_statistics_gradients_and_random_numbers_stay():
-    x = torch.randn(2, 12, 6, requires_grad=True)
-    x.grad = torch.ones_like(x)
-    convs = branches(shared=True)
-
-    def draws(x, grid, convs, *, training):
-        torch.rand(5)
-        return reference.conv_projection(x, grid, convs, training=training)
-
-    backends.register("conv_projection", "cpu", implementation("conv_projection", draws))
-    tensors = [x, x.grad, *(t for conv in convs for t in conv if isinstance(t, torch.Tensor))]
-    before = [(t.clone(), t._version, t.grad) for t in tensors]
-    state = torch.get_rng_state()
-
-    entry = tune("conv_projection", x, (3, 4), convs, training=True)
-    assert entry.measurements.keys() == {"cpu", "reference"}
-    assert torch.equal(torch.get_rng_state(), state)
-    for tensor, (value, version, gradient) in zip(tensors, before, strict=True):
-        assert torch.equal(tensor, value)
-        assert (tensor._version, tensor.grad) == (version, gradient)
-
-
-class _Refuses(TorchFunctionMode):
-    """Lets only the properties of tensors be read."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        assert function.__name__ == "__get__", f"{function} was seen"
-        return function(*args, **(kwargs or {}))
-
-
-def test_modes_and_hooks_see_nothing():
-    def seen(tensor):
-        raise AssertionError("the tuning was seen")
-
-    x = torch.randn(4, 8, requires_grad=True)
-    task = tuner.task_of("gelu", x, approximate="none")
-    with recorded_operators() as operators, torch.autograd.graph.saved_tensors_hooks(seen, seen), _Refuses():
-        tune_task(task)
-    assert operators == []
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize(
-    "context",
-    [
-        torch.no_grad,
-        torch.inference_mode,
-        lambda: torch.device("meta"),
-        lambda: default_dtype(torch.float64),
-        lambda: torch.autograd.set_detect_anomaly(True, check_nan=True),
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_tuning_in_any_context(context):
-    x = torch.zeros(3, 8, requires_grad=True)
-    with context():
-        entry = tune("gelu", x, approximate="none")
-        grad_mode, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    assert {measurement.flaw for measurement in entry.measurements.values()} == {None}
-    with context():
-        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (grad_mode, inference)
-    # Nothing that tuning left behind is bound to its context.
-    assert {
-        measurement.flaw for measurement in tune("gelu", x, approximate="tanh").measurements.values()
-    } == {None}
+        assert "wrong: output 0 is off by" in check(kernel, expected).flaw
 
 
 def test_tuning_exchanges_no_data_with_other_processes():
@@ -561,7 +419,7 @@ def test_candidates_are_timed_in_turns_and_the_fastest_run_counts(monkeypatch):
     call = tuner.Call((torch.ones(2, 2),), False)
     measurements = tuner.time_in_turns(candidates, call, dict.fromkeys(candidates, measurement(None)))
     assert [each.seconds for each in measurements.values()] == [0.001, 0.002]
-    others = 3  # the first run, and those before and after the timing whose bits are compared
+    others = 2  # before and after the timing, whose bits are compared
     assert [ran.count(name) for name in candidates] == [others + tuner._FEWEST] * 2
 
 
@@ -573,33 +431,32 @@ def measurement(seconds, flaw=None):
 
 
 def test_the_fastest_is_chosen_if_it_wins_clearly():
-    entry = tuner.fastest({"cpu": measurement(1.0), "reference": measurement(1.09)}, "reference")
-    assert entry.chosen == "reference"
-    entry = tuner.fastest({"cpu": measurement(1.0), "reference": measurement(1.11)}, "reference")
-    assert entry.chosen == "cpu"
+    measured = {"cpu": measurement(1.0), "reference": measurement(1.09)}
+    assert tuner.fastest(measured, "reference", CPU) == "reference"
+    assert tuner.fastest(measured, "reference", torch.device("cuda")) == "cpu"
+    measured = {"cpu": measurement(1.0), "reference": measurement(1.11)}
+    assert tuner.fastest(measured, "reference", CPU) == "cpu"
 
 
 def test_a_default_with_a_flaw_is_not_chosen_unless_all_have_one():
     wrong = measurement(None, flaw="wrong: all of it")
-    assert tuner.fastest({"cpu": measurement(5.0), "reference": wrong}, "reference").chosen == "cpu"
-    single = tuner.fastest({"sdpa": wrong, "reference": measurement(None)}, "sdpa")  # not timed
-    assert single.chosen == "reference"
-    assert tuner.fastest({"cpu": wrong, "reference": wrong}, "reference").chosen == "reference"
-    assert tuner.fastest({}, "reference").chosen == "reference"
+    assert tuner.fastest({"cpu": measurement(5.0), "reference": wrong}, "reference", CPU) == "cpu"
+    single = tuner.fastest({"sdpa": wrong, "reference": measurement(None)}, "sdpa", CPU)  # not timed
+    assert single == "reference"
+    assert tuner.fastest({"cpu": wrong, "reference": wrong}, "reference", CPU) == "reference"
 
 
 def test_a_kernel_whose_bits_differ_from_run_to_run_has_a_race():
     runs = itertools.count()
 
-    def racing(x, bias=None, *, approximate):
-        out = reference.gelu(x, approximate=approximate).clone()
-        out.view(-1)[5] *= 1 + (next(runs) > 5) * torch.finfo(x.dtype).eps
+    def racing(call):
+        out = call.x.clone()
+        out.view(-1)[5] *= 1 + (next(runs) > 5) * torch.finfo(call.x.dtype).eps
         return out
 
-    backends.register("gelu", "cpu", implementation("gelu", racing))
-    entry = tune("gelu", torch.randn(7, 24), approximate="none")
-    assert entry.measurements["cpu"].flaw == tuner.RACES
-    assert entry.chosen == "reference"
+    call = tuner.Call(backends.operators["gelu"].bind(torch.randn(7, 24)), False)
+    (timed,) = tuner.time_in_turns({"cpu": racing}, call, {"cpu": measurement(None)}).values()
+    assert timed.flaw == tuner.RACES
 
 
 def test_a_lack_of_memory_is_no_flaw():
@@ -616,60 +473,21 @@ def test_a_lack_of_memory_is_no_flaw():
 # The choice on a GPU --------------------------------------------------------------------------------------
 
 
-class GpuClock:
-    """A fake clock of a GPU: what a candidate takes is told, and replays of a graph take the host nothing."""
-
-    def __init__(self, monkeypatch):
-        self.host, self.on_device = 0.0, 0.0
-        monkeypatch.setattr(tuner.Call, "device", property(lambda call: torch.device("cuda", 0)))
-        monkeypatch.setattr(tuner, "_wait_for_stream", lambda device: None)
-        monkeypatch.setattr(clock, "now", lambda device: self.host + self.on_device)
-        monkeypatch.setattr(clock, "copies_that_fill_cache", lambda size, most: 2)
-        monkeypatch.setattr(clock, "replays", self.replays)
-
-    def candidate(self, host, on_device):
-        def function(call):
-            self.host += host
-            self.on_device += on_device
-            return call.x * 2
-
-        return function
-
-    def replays(self, functions):
-        captured = []
-        for calls in functions:
-            before = self.on_device
-            for call in calls:
-                call()
-            captured.append(Replayed((self.on_device - before) / len(calls)))
-        return captured
-
-
-class Replayed(clock.Replay):
-    def __init__(self, seconds):
-        self._seconds = seconds
-
-    def seconds(self):
-        return self._seconds
-
-
-@pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("fastest", ["gluon", "triton", "composed", "reference"])
-@pytest.mark.parametrize("host", [1e-6, 1e-4, 5e-3])
-def test_on_a_gpu_the_device_decides_whatever_the_host_takes(monkeypatch, gradient, fastest, host):
-    """By 3 % and more, in graphs and outside of them: the fastest there takes the host the longest."""
-    gpu = GpuClock(monkeypatch)
+def test_on_a_gpu_the_device_decides_whatever_the_host_takes(monkeypatch, fastest):
+    """By 3 % and more: replays of graphs are timed, not the functions that were captured."""
     names = ("gluon", "triton", "composed", "reference")
-    candidates = {
-        name: gpu.candidate(host if name == fastest else 1e-6, 1e-5 if name == fastest else 1.04e-5)
-        for name in names
-    }
-    call = tuner.Call(backends.operators["gelu"].bind(torch.randn(4, 8)), gradient)
-    if gradient:
-        call.record.x.requires_grad_()
-    measured = dict.fromkeys(names, tuner.Measurement(0.0, 1.0, None, None))
-    timed = tuner.time_in_turns(candidates, call, measured)
-    assert tuner.fastest(timed, "triton", tuner._MARGIN_OF_GPU).chosen == fastest
+    asked = iter(names)
+    monkeypatch.setattr(tuner.Call, "device", property(lambda call: torch.device("cuda", 0)))
+    monkeypatch.setattr(clock, "graph_replay", lambda run: next(asked))
+    monkeypatch.setattr(
+        clock, "_cold_seconds", lambda replay, device: 1e-5 * (1 + 0.04 * (replay != fastest))
+    )
+    monkeypatch.setattr(clock, "release_memory", lambda device: None)
+    call = tuner.Call(backends.operators["gelu"].bind(torch.randn(4, 8)), False)
+    candidates = {name: lambda call: call.x * 2 for name in names}
+    timed = tuner.time_in_turns(candidates, call, dict.fromkeys(names, measurement(None)))
+    assert tuner.fastest(timed, "triton", call.device) == fastest
 
 
 def test_gradients_are_timed_by_the_kernels_that_the_check_has_run():

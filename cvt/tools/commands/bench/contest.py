@@ -134,8 +134,8 @@ class Contest:
                 times[key].add(turn.seconds, turn.waited)
                 waits[key] += [] if turn.waits is None else [turn.waits]
             time.sleep(_PAUSE)
-            ways = clock.seconds_in_turns(product.ways, 1, self._job.device)
-            seconds.append(min(each for (each,) in ways))
+            ways = clock.times_in_turns(product.ways, 1, self._job.device)
+            seconds.append(min(min(each.seconds) for each in ways))
         rows = []
         for key, of_rounds in times.items():
             facts = self._ask(key, "facts", batch_size)

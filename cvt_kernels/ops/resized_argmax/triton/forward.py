@@ -19,7 +19,7 @@ from ...triton_launch import grid_dependency_synchronize, source
 _CHUNK, _COLUMNS = 8, 16
 _NONE = tl.constexpr(2**31 - 1)  # larger than every class
 
-launch.register(Rows, lambda need: [Rows(elements=512, num_warps=4)], "resized_argmax")
+launch.register(Rows, lambda need: Rows(elements=512, num_warps=4), "resized_argmax")
 
 
 class ArgmaxSpec(NamedTuple):

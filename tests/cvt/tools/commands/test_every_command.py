@@ -109,7 +109,7 @@ def test_doctor_command_and_a_reader_that_leaves_early(capsys):
     assert (closed.returncode, closed.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("flaw", [None, "wrong: output is off by 2"])
+@pytest.mark.parametrize("flaw", [None, "wrong: output 0 is off by 2"])
 def test_doctor_checks_the_kernels(flaw, monkeypatch, capsys, tmp_path):
     checked = {"gelu, cpu": SimpleNamespace(flaw=flaw), "linear, cpu": SimpleNamespace(flaw=None)}
     monkeypatch.setattr("cvt_kernels.tuning.run.check_kernels", lambda device: checked)

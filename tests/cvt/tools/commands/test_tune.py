@@ -96,12 +96,12 @@ def tune_arguments(*words):
 
 def test_a_wrong_kernel_fails_the_command(gelu_alone, monkeypatch, tmp_path, capsys):
     wrong = functools.partial(worker.Worker, setup=broken_kernels.register_wrong_gelu)
-    monkeypatch.setattr(worker, "Worker", wrong)
+    monkeypatch.setattr(run, "Worker", wrong)
     assert main(SMALL) == 1
     out = capsys.readouterr().out
     assert "triton wrong" in out.split("\n\n")[0]
     cache_key = "gelu, forward, float32, quick, 16384+ elements, 256 channels"
-    assert f"\ntriton, {cache_key}: wrong: output is off by " in out
+    assert f"\ntriton, {cache_key}: wrong: output 0 is off by " in out
     assert "Please report the lines of gluon, triton, cuda, cpu and of `cvt doctor`." in out
     assert choices.entries(CPU)[cache_key].chosen != "triton"
 
@@ -111,7 +111,7 @@ def test_it_replaces_what_is_remembered_and_shows_a_bar(gelu_alone, monkeypatch)
     key = next(iter(tune._calls(tune_arguments(), CPU)))
     choices.remember(CPU, {key: choices.Entry("triton", {})})
     assert main(SMALL) == 0
-    assert len(choices.entries(CPU)[key].measurements) > 1
+    assert choices.entries(CPU)[key].chosen != "triton"
     assert "tune:   0%|" in sys.stderr.getvalue()
     assert not sys.stderr.getvalue().split("\r")[-1].strip()
 
@@ -140,7 +140,7 @@ def test_settings_that_keep_the_choices_from_serving_are_said(gelu_alone, monkey
 
 
 def test_a_process_that_does_not_start_is_one_line(gelu_alone, capsys, monkeypatch):
-    monkeypatch.setattr(worker, "Worker", functools.partial(worker.Worker, setup=broken_kernels.die))
+    monkeypatch.setattr(run, "Worker", functools.partial(worker.Worker, setup=broken_kernels.die))
     assert "does not start (dies: exit code 5)" in bad(capsys, main, *SMALL)
 
 

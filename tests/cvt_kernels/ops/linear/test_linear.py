@@ -52,7 +52,7 @@ def test_every_form_passes_its_accuracy_check(dtype, gradient):
     task = tuner.task_of("linear", x, weight.requires_grad_(gradient), bias)
     forms = {name for name, of in FORMS if of == dtype and not (gradient and name == "float32")}
     assert set(task.candidates) == {*forms, "reference"}
-    expected = tuner.Expected.of(task.reference, task.sample)
+    expected = task.expected()
     flaws = {name: tuner.check(candidate, expected).flaw for name, candidate in task.candidates.items()}
     assert flaws == dict.fromkeys(task.candidates)
 

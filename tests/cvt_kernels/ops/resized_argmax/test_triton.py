@@ -42,7 +42,7 @@ def test_tuning_refuses_wrong_classes_and_takes_near_ones(dtype):
     def in_float32(call):  # where 16 bits have equal logits, it may name another class
         return declared.reference(call._replace(logits=call.logits.float()))
 
-    assert "wrong: output is off" in tuner.check(shifted, expected).flaw
+    assert "wrong: output 0 is off" in tuner.check(shifted, expected).flaw
     assert tuner.check(in_float32, expected).flaw is None
 
 
