@@ -396,7 +396,7 @@ def _why_reduction_unsupported(conv: Any, norm: Any) -> str | None:
 
 
 def _why_pooling_unsupported(conv: Any, norm: Any) -> str | None:
-    if (conv.kernel_size, conv.stride, conv.padding, conv.groups) != ((1, 1), (1, 1), (0, 0), 1):
+    if not is_square(conv, 1):
         return "the convolution after pooling is not one of 1×1"
     return why_norms_unsupported(norm)
 
@@ -405,10 +405,17 @@ def _why_mix_unsupported(conv: Any) -> str | None:
     """Returns why ``depthwise_conv_gelu`` does not compute a convolution, or None."""
     if not conv.groups == conv.in_channels == conv.out_channels:
         return "the convolution is not depthwise"
-    geometry = conv.kernel_size, conv.stride, conv.padding, conv.dilation
-    if geometry != ((3, 3), (1, 1), (1, 1), (1, 1)) or conv.padding_mode != "zeros":
-        return "the convolution is not one of 3×3 with stride 1, padded by one zero on each side"
-    return None
+    return None if is_square(conv, 3, conv.groups) else f"the convolution {NO_SQUARE}"
+
+
+#: The end of a reason for a convolution that is no :func:`is_square` of 3×3.
+NO_SQUARE = "is not one of 3×3 with stride 1, padded by one zero on each side"
+
+
+def is_square(conv: Any, size: int, groups: int = 1) -> bool:
+    """Returns whether a convolution is one of size×size with stride 1, padded by zeros to keep the grid."""
+    geometry = conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode
+    return geometry == ((size, size), (1, 1), (size // 2, size // 2), (1, 1), groups, "zeros")
 
 
 def why_gelu_replaced(activation: Any) -> str | None:

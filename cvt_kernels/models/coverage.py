@@ -21,8 +21,7 @@ from ..classes import is_fused
 from ..graphs import ungraphed
 from ..messages import aligned
 from .blocks import BlockEntry
-from .freezable import find_stages
-from .matching import find_blocks, why_mismatched, why_not_now
+from .matching import find_blocks, find_stages, why_mismatched, why_not_now
 from .served import is_frozen, is_serving, serves_on, why_not_served
 from .watching import LENT
 

@@ -16,7 +16,7 @@ from ..ops import weight_cache
 from ..ops.linear import linear
 from ..ops.segmentation_head import segmentation_head
 from ..records import written_of
-from .blocks import class_name
+from .blocks import class_name, is_square
 from .forward import as_map, drop, tokens_of
 from .watching import is_watched
 
@@ -177,9 +177,7 @@ def _add(total: Tensor, tokens: Tensor) -> Tensor:
 def why_head_unsupported(head: Any, projections: Any) -> str | None:
     """Returns why a decode head is not the sum that is computed here, or None."""
     for name in POINTWISE_LAYERS:
-        conv = head._modules[name]
-        geometry = conv.kernel_size, conv.stride, conv.padding, conv.groups
-        if geometry != ((1, 1), (1, 1), (0, 0), 1):
+        if not is_square(head._modules[name], 1):
             return f"{name} is not a 1×1 convolution"
     if head.linear_fuse.bias is not None:
         return "linear_fuse has a bias"

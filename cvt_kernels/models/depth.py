@@ -6,7 +6,6 @@ and hands the map to the head. Called by itself, or with hooks on one of them, e
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,32 +17,19 @@ from ..classes import is_fused, original_class
 from ..ops import weight_cache
 from ..ops.conv_embedding import needs_channels_first
 from ..ops.depth_head import depth_head
-from .blocks import HUGGING_FACE, BlockEntry, BypassedParts, Kinds, Unsupported
+from .blocks import HUGGING_FACE, NO_SQUARE, BlockEntry, BypassedParts, Kinds, Unsupported, is_square
+from .told import Told
 
-
-class _Handing(threading.local):
-    """The decoder that may hand its map over, and the head that gets it, of this thread's model."""
-
-    modules: tuple[Any, ...] = ()
-
-
-_handing = _Handing()
-
-
-def is_handing(module: Any) -> bool:
-    """Returns whether a decoder may hand over its last map as it is, or a head may get such a one."""
-    return any(each is module for each in _handing.modules)
+#: The decoder that may hand its map over, and the head that gets it, of the model that runs.
+_handing = Told()
 
 
 def _estimate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs the forward of a model whose decoder may hand its map to the head."""
     if not _is_served(model):
         return NotImplemented
-    before, _handing.modules = _handing.modules, (model.decoder, model.head)
-    try:
+    with _handing.within(model.decoder, model.head):
         return original_class(type(model)).forward(model, *args, **kwargs)
-    finally:
-        _handing.modules = before
 
 
 def _is_served(model: Any) -> bool:
@@ -74,7 +60,7 @@ def _decode(decoder: Any, hidden_states: Sequence[Tensor]) -> Any:
         # Upstream's maps have them first, in which order PyTorch's sums over pixels have smaller errors.
         hidden_states = [state.contiguous() for state in hidden_states]
         return original_class(type(decoder)).forward(decoder, hidden_states)
-    if not is_handing(decoder):
+    if decoder not in _handing:
         return NotImplemented
     *stages, last = decoder.stages
     if len(hidden_states) != len(stages) + 1:
@@ -91,7 +77,7 @@ def _compute_depth(head: Any, states: Sequence[Tensor]) -> Any:
     Such a map is as large as the map of the stage before, or, if that was not upsampled either, twice as
     high; an upsampled one is four times as high.
     """
-    if torch.compiler.is_compiling() or not is_handing(head):
+    if torch.compiler.is_compiling() or head not in _handing:
         return NotImplemented
     if states[-1].shape[2] > 2 * states[-2].shape[2]:
         return NotImplemented
@@ -130,10 +116,8 @@ def _parts_of_head(head: Any) -> BypassedParts:
 
 
 def _why_unsupported(*convs: Any) -> str | None:
-    for conv in convs:
-        geometry = conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode
-        if geometry != ((3, 3), (1, 1), (1, 1), (1, 1), 1, "zeros"):
-            return "a convolution is not one of 3×3 with stride 1, padded by one zero on each side"
+    if not all(is_square(conv, 3) for conv in convs):
+        return f"a convolution {NO_SQUARE}"
     return None if convs[-1].out_channels == 1 else "the last convolution has more than one channel"
 
 

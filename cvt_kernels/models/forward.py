@@ -181,8 +181,9 @@ def _channels_last(projection: nn.Module, image: Tensor) -> Tensor:
     return image.to(dtype=dtype, memory_format=torch.channels_last)
 
 
-def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:
-    """Computes a token embedding: images (B, C, H, W) to the normalized map (B, C', H', W')."""
+def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor, name: str = "pixel_values") -> Tensor:
+    """Computes an embedding: images (B, C, H, W), which upstream calls ``name``, to maps (B, C', H', W')."""
+    check_images(name, image, projection)
     if _is_plain_embedding(projection) and _has_kernel_of_embeddings(image, projection, norm):
         tokens, *grid = embed_tokens(projection, norm, image)
         return as_map(tokens, grid)

@@ -31,7 +31,7 @@ from ..records import TransformerBlock
 from .blocks import BlockEntry, BlockParts, ServedEntry, StageEntry
 from .class_token import is_stage_wanted
 from .forward import output_grid
-from .freezable import why_not_freezable
+from .matching import why_not_freezable
 from .stages import FoldedStage, bound, compute, fold, grid_of
 from .watching import Examined, known_of
 
@@ -154,22 +154,17 @@ def run_served(
     elif not stage.training:
         call = entry.call_of(args, kwargs)
         if call is not None and (frozen or serves_on(call[0].device)):
-            if has_gradient(stage, call[0]):
-                _warn_of_gradients(frozen)
-            else:
+            if not has_gradient(stage, call[0]):
                 served = tokens_served(stage, entry, *call)
                 result = None if served is None else entry.result(stage, *served)
+            elif frozen:
+                warnings.warn(
+                    "cvt_kernels: a frozen model was called where gradients are recorded, so that its blocks "
+                    "run one by one; call it within torch.inference_mode() or torch.no_grad()",
+                    RuntimeWarning,
+                    stacklevel=stacklevel_of_caller(),
+                )
     return own(stage, *args, **kwargs) if result is None else result
-
-
-def _warn_of_gradients(frozen: bool) -> None:
-    if frozen:
-        warnings.warn(
-            "cvt_kernels: a frozen model was called where gradients are recorded, so that its blocks "
-            "run one by one; call it within torch.inference_mode() or torch.no_grad()",
-            RuntimeWarning,
-            stacklevel=stacklevel_of_caller(),
-        )
 
 
 def serves_on(device: torch.device) -> bool:
@@ -221,26 +216,22 @@ def has_gradient(stage: nn.Module, x: Any) -> bool:
     return x.requires_grad or any(parameter.requires_grad for parameter in stage.parameters())
 
 
-def members_of_frozen(entry: ServedEntry) -> dict[str, Any]:
-    """Returns the members of the class of a frozen stage or layer, besides its forward."""
+def members(entry: ServedEntry, *, frozen: bool) -> dict[str, Any]:
+    """Returns the members of the class of a stage or layer that is served as one, besides its forward."""
 
     def served(stage: nn.Module) -> Any:
-        """Returns what a captured graph has read, which is another object after a change."""
+        """Returns what a captured graph has read, which is another object after a change.
+
+        None is where blocks run one by one, whose graph reads weights where they lie.
+        """
+        if not frozen:
+            on_device = serves_on(next(stage.parameters()).device)
+            if stage.training or torch.is_grad_enabled() or not on_device:
+                return None
         return _served_or_why_not(stage, entry)
 
-    return {"_cvt_kernels_served": served, ENTRY: entry, NUMBER: None}
-
-
-def members_in_evaluation(entry: ServedEntry) -> dict[str, Any]:
-    """Returns the same of a stage or layer that is served as one in evaluation."""
-
-    def served(stage: nn.Module) -> Any:
-        """Returns the same; None where blocks run one by one, whose graph reads weights where they lie."""
-        if stage.training or torch.is_grad_enabled() or not serves_on(next(stage.parameters()).device):
-            return None
-        return _served_or_why_not(stage, entry)
-
-    return {"_cvt_kernels_served": served, _SERVES: True}
+    marks = {ENTRY: entry, NUMBER: None} if frozen else {_SERVES: True}
+    return {"_cvt_kernels_served": served, **marks}
 
 
 # Under torch.compile ----------------------------------------------------------------------------------------
