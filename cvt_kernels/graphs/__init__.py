@@ -126,7 +126,6 @@ def why_not_graphed(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
 
 @cached
 def _graphed_class(under: Any) -> Any:
-    """Returns the subclass of ``under`` whose calls are replayed."""
 
     @functools.wraps(under.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +209,6 @@ class _Graphs:
             self._snapshot = None
 
     def _forget_kind(self, with_gradients: bool) -> None:
-        """Drops the graphs with or without gradients."""
         for key in [key for key, graph in self._graphs.items() if graph.has_backward is with_gradients]:
             self._drop(key)
 
@@ -433,7 +431,6 @@ def is_within_graphed() -> bool:
 
 
 def _why_not_of_call(model: nn.Module, call: _Call) -> str | None:
-    """Returns why a call's arguments, or the modes around it, rule out a replay, or None."""
     if not call.tensors:
         return "none of its arguments is a tensor"
     for leaf in call.leaves:
@@ -461,7 +458,6 @@ def _why_not_of_call(model: nn.Module, call: _Call) -> str | None:
 
 
 def _key(model: nn.Module, snapshot: _Snapshot, call: _Call, with_gradients: bool) -> Any:
-    """Returns the key of the graph that serves a call."""
     key = call.kind(), _settings(model, call.device)
     return (*key, snapshot.modes_of(model)) if with_gradients else key
 
@@ -471,7 +467,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _settings(model: nn.Module, device: torch.device) -> tuple[Any, ...]:
-    """Returns the settings outside of a model that decide which kernels a call launches."""
     cudnn: Any = torch.backends.cudnn
     cuda = torch.backends.cuda
     config = getattr(model, "config", None)
@@ -662,7 +657,6 @@ class _Graph(Captured):
 
 
 def _why_not_copied(leaves: list[Any], device: torch.device) -> str | None:
-    """Returns why outputs cannot be copied out of a graph, or None."""
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             if not _is_plain(leaf):

@@ -201,7 +201,6 @@ class _Gradients:
         self._views = self._split(self._flat)
 
     def _split(self, flat: dict[torch.dtype, Tensor]) -> list[Tensor | None]:
-        """Returns each gradient as a view of the tensor of its dtype."""
         places, views = dict.fromkeys(flat, 0), list[Tensor | None]()
         for each in self._shapes:
             if each is None:

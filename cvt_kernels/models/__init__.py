@@ -212,7 +212,6 @@ def give_classes_back(model: _Model) -> _Model:
 def _run_fused(
     block: nn.Module, entry: BlockEntry, own: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Runs the fused forward of a block, an embedding or a head."""
     parts = parts_if_fused(block, entry)
     result = NotImplemented
     if parts is not None and entry.forward is not None:

@@ -387,7 +387,6 @@ def why_norms_unsupported(*norms: Any) -> str | None:
 
 
 def _why_reduction_unsupported(conv: Any, norm: Any) -> str | None:
-    """Returns why a convolution and a LayerNorm make no reduction by a linear layer, or None."""
     if conv.groups != 1 or conv.dilation != (1, 1) or conv.padding != (0, 0):
         return "the reduction is not a plain convolution without padding"
     if conv.kernel_size != conv.stride or conv.stride[0] != conv.stride[1]:

@@ -66,7 +66,6 @@ def _is_served(head: Any, tensors: list[Any], states: Sequence[Tensor]) -> bool:
 
 
 def _serve(head: Any, linears: list[Any], tensors: list[Any], states: Sequence[Tensor]) -> Tensor:
-    """Computes the logits by one operator, with layers that are multiplied once and kept."""
     fusion, *others = tensors
     fold = functools.partial(_fold, head, linears)
     key = "decode head", head.batch_norm.eps
@@ -88,7 +87,6 @@ def _fold(head: Any, linears: list[Any]) -> tuple[list[Tensor], Tensor | None]:
 
 
 def _tensors_of(head: Any, linears: list[Any]) -> list[Any]:
-    """Returns the parameters that are multiplied, the fusion's first."""
     norm = head.batch_norm
     own = head.linear_fuse.weight, norm.running_mean, norm.running_var, norm.weight, norm.bias
     return [*own, *(tensor for layer in linears for tensor in (layer.weight, layer.bias))]

@@ -101,7 +101,6 @@ def _maps(image: Tensor, stages: Sequence[_Stage]) -> list[Tensor]:
 
 
 def _result(last: Tensor, states: Sequence[Tensor], output_hidden_states: Any, return_dict: Any) -> Any:
-    """Returns what upstream returns: its record of results, or a tuple."""
     hidden = tuple(states) if output_hidden_states else None
     if not return_dict:
         return (last,) if hidden is None else (last, hidden)

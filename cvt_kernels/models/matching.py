@@ -34,6 +34,7 @@ from .blocks import (
 from .class_token import ClassifierEntry
 from .families import CLASSIFIERS, MODELS, recognize, recognize_stage
 from .families.cvt import MODULE
+from .forward import is_plain_embedding
 from .watching import (
     BYPASSED,
     Examined,
@@ -172,7 +173,6 @@ def parts_or_why_not(block: nn.Module, entry: BlockEntry) -> Parts | str:
 
 
 def _built_parts(module: nn.Module, entry: BlockEntry | StageEntry) -> Any:
-    """Returns the parts of a block or a stage, or why it is not built like upstream's."""
     try:
         return entry.parts(module)
     except Unsupported as error:
@@ -188,7 +188,6 @@ def _why_another_kind(module: Any, kinds: Kinds) -> str:
 
 
 def _why_another_holder(block: nn.Module, entry: BlockEntry, parts: Parts) -> str | None:
-    """Returns which module around a block's parts is not upstream's, or None."""
     for module in _holders(block, parts):
         owner = _owner_of_forward(module)
         if type(module) not in _PLAIN and not is_named(owner, entry.classes):
@@ -237,21 +236,16 @@ def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
     elif torch_module._has_any_global_hook():
         return None
     else:
-        parts = _examined(block, entry).parts
+        known = known_of(block, ExaminedBlock)
+        if known is None:
+            known = examine(block, entry)
+            # A transform and a mode have put tensors in the places of parameters, which must not be kept.
+            if not modes.is_transformed() and not torch._C._len_torch_dispatch_stack():
+                known.keep()
+        parts = known.parts
     if isinstance(parts, BlockParts) and not parts.drops_probabilities and parts.dropout_p() > 0:
         return None
     return parts
-
-
-def _examined(block: nn.Module, entry: BlockEntry) -> ExaminedBlock:
-    """Examines a block if it has changed."""
-    known = known_of(block, ExaminedBlock)
-    if known is None:
-        known = examine(block, entry)
-        # A transform and a mode have put tensors in the places of parameters, which must not be kept.
-        if not modes.is_transformed() and not torch._C._len_torch_dispatch_stack():
-            known.keep()
-    return known
 
 
 def examine(block: nn.Module, entry: BlockEntry) -> ExaminedBlock:
@@ -297,7 +291,6 @@ def why_not_now(block: nn.Module, entry: BlockEntry) -> str | None:
 
 
 def _why_other_parts(block: nn.Module, entry: BlockEntry, parts: Parts) -> str | None:
-    """Returns which module is not upstream's, or must be called, or None."""
     modules = [module for module, _ in parts.bypassed()] + _holders(block, parts)
     reasons = (_why_noticed(block, module) for module in modules)
     return (
@@ -340,22 +333,22 @@ def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
     parts: Any = _built_parts(stage, entry)
     if isinstance(parts, str):
         return parts
-    is_layer = isinstance(parts, BlockParts)
-    if any(each.pooling is not None for each in ([parts] if is_layer else parts.blocks)):
+    blocks = [parts] if isinstance(parts, BlockParts) else parts.blocks
+    if any(each.pooling is not None for each in blocks):
         return "its attention is linear, which no operator computes together with the rest of the layer"
     reason = _why_other_modules(stage, entry)
     if reason is None and isinstance(entry, StageEntry):
         reason = entry.why_unsupported(stage)
     return (
         reason
-        or (_why_layer_unsupported(parts) if is_layer else _why_stage_unsupported(parts))
+        or next(filter(None, map(_why_linears_unsupported, blocks)), None)
         or _why_other_work(stage, parts)
         or _why_tensors_unsupported(stage)
+        or (_why_stage_unsupported(parts) if isinstance(parts, StageParts) else None)
     )
 
 
 def _why_other_modules(stage: nn.Module, entry: ServedEntry) -> str | None:
-    """Returns which module within a stage is not what upstream has there, or None."""
     for path, block, block_entry in blocks_in(stage):
         reason = why_another_forward(block, block_entry) or why_not_now(block, block_entry)
         if reason is not None:
@@ -379,45 +372,33 @@ def _why_other_work(stage: nn.Module, parts: StageParts | BlockParts) -> str | N
 
 
 def _why_stage_unsupported(parts: StageParts) -> str | None:
-    """Returns why a stage of supported blocks is not supported itself, or None."""
     norms = [parts.batch_norm, *(norm for block in parts.blocks for _, norm in block.pairs())]
     if any(norm is not None and norm.running_mean is None for norm in norms):
         return "a BatchNorm has no running statistics"
     reason = None if parts.last_norm is None else why_norms_unsupported(parts.last_norm)
     if reason is not None:
         return reason
-    layers = [layer for block in parts.blocks for layer in block.layers()]
-    if not all(map(_is_plain_layer, layers)):
-        return "a linear layer is not a plain nn.Linear or LinearInt8"
-    conv = parts.conv
-    if type(conv) is not nn.Conv2d:
-        return f"the convolution of the embedding {why_another_class(conv, 'Conv2d')}"
-    settings = (conv.kernel_size, conv.stride, conv.padding)
-    square = not isinstance(conv.padding, str) and all(len(set(setting)) == 1 for setting in settings)
-    if not square or conv.groups != 1 or set(conv.dilation) != {1} or conv.padding_mode != "zeros":
+    if type(parts.conv) is not nn.Conv2d:
+        return f"the convolution of the embedding {why_another_class(parts.conv, 'Conv2d')}"
+    if not is_plain_embedding(parts.conv):
         return (
             "the convolution of the embedding is not the same in both directions, dense and padded by zeros"
         )
     return None
 
 
-def _is_plain_layer(layer: Any) -> bool:
-    return type(layer) in (nn.Linear, LinearInt8) and not is_watched(layer)
-
-
 #: Names for the linear layers.
 _LINEARS = ("Q", "K", "V", "the projection", "the first layer of the MLP", "the second layer of the MLP")
 
 
-def _why_layer_unsupported(parts: BlockParts) -> str | None:
+def _why_linears_unsupported(parts: BlockParts) -> str | None:
     for name, layer in zip(_LINEARS, parts.layers(), strict=True):
-        if not _is_plain_layer(layer):
+        if type(layer) not in (nn.Linear, LinearInt8) or is_watched(layer):
             return f"the linear layer of {name} {why_another_class(layer, 'a plain nn.Linear or LinearInt8')}"
     return None
 
 
 def _why_tensors_unsupported(stage: nn.Module) -> str | None:
-    """Returns why the tensors cannot be folded, or None."""
     for path, module in stage.named_modules():
         if (reason := why_tensors_not_plain(module)) is not None:
             return f"{path} {reason}".lstrip()

@@ -100,7 +100,6 @@ def fold(parts: StageParts, device_type: str) -> FoldedStage:
 
 
 def _are_one_operator(parts: StageParts) -> bool:
-    """Returns whether all blocks together are served by ``transformer_blocks`` on this GPU."""
     x = parts.conv.weight.new_empty(1, 1, parts.conv.out_channels)
     if backends.why_unavailable("transformer_blocks", "gluon", x.device.type) is not None:
         return False
@@ -128,7 +127,6 @@ def _without_bias(layer: AnyLinear, due: Tensor) -> tuple[AnyLinear, Tensor]:
 
 
 def _has_one_mlp(block: TransformerBlock) -> bool:
-    """Returns whether the MLP is one operator."""
     is_quantized = isinstance(block.fc1, QuantizedLinear) or isinstance(block.fc2, QuantizedLinear)
     return block.fc2.weight.shape[0] <= _MLP_CHANNELS and not is_quantized
 
@@ -153,7 +151,6 @@ def _fold_batch_norm(parts: StageParts) -> tuple[Tensor, Tensor | None]:
 
 
 def _embedding_of(stage: FoldedStage) -> dict[str, Any]:
-    """Returns the arguments of ``conv_embedding`` besides the image."""
     conv, norm = stage.parts.conv, stage.parts.norm
     return {
         "weight": stage.conv_weight,
@@ -168,7 +165,6 @@ def _embedding_of(stage: FoldedStage) -> dict[str, Any]:
 
 
 def _are_images(stage: FoldedStage, x: Tensor) -> bool:
-    """Returns whether a stage takes images or maps (B, C, H, W) like these."""
     weight = stage.conv_weight
     if (x.dtype, x.device, x.ndim) != (weight.dtype, weight.device, 4) or x.shape[1] != weight.shape[1]:
         return False
@@ -202,7 +198,6 @@ class _Operator(NamedTuple):
 def _steps_of(
     form: FoldedStage | TransformerBlock, x: Tensor, grid: tuple[int, int], class_token_only: bool
 ) -> list[Step]:
-    """Returns the steps of a stage, or the one of a layer."""
     rows = class_token_of(x) if class_token_only else None
     if isinstance(form, TransformerBlock):
         return [_Operator("transformer_block", transformer_block, (grid, form), {"rows": rows})]

@@ -311,7 +311,6 @@ def _served_paths(model: nn.Module) -> list[str]:
 
 
 def _in_float64(model: nn.Module) -> nn.Module:
-    """Turns a model into float64, with exact gradients."""
     for module in model.modules():
         if isinstance(module, nn.LayerNorm) and type(module).__name__ == "LayerNorm":
             module.__class__ = nn.LayerNorm  # Microsoft's would cast to float32, and fail on its weights
@@ -331,7 +330,6 @@ def _straighten_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
 
 
 def _random_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns what draws random numbers in training: dropout, and every project's own drop path."""
     return [
         module
         for module in model.modules()
@@ -450,7 +448,6 @@ def _outputs_of(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, di
 
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Returns inputs with ``function`` applied to their tensors."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -478,7 +475,6 @@ def _detached(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _outputs(value: Any) -> dict[str, Tensor]:
-    """Returns copies of the tensors in what a module returned, by their numbers."""
     return _detached((str(i), t) for i, t in enumerate(tensors_in(value)))
 
 
@@ -535,7 +531,6 @@ def _images_of(inputs: Any, record: _Record) -> int | None:
 
 
 def _errors(record: _Record, exact: _Record) -> _Errors:
-    """Returns the errors of a run wherever there is something to compare."""
     return {
         place: _sample(record[place], oracle) for place, oracle in exact.items() if oracle and place in record
     }
@@ -583,7 +578,6 @@ def _error(name: str, path: str, accelerated: list[_Errors], eager: list[_Errors
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    """Returns the largest absolute value, NaN if there is one."""
     return torch.stack([t.abs().max() for t in tensors if t.numel()]).max().item()
 
 
@@ -597,7 +591,6 @@ def _random_difference(accelerated: _Run, eager: _Run) -> float:
 
 
 def _speed(functions: list[Callable[[], Any]], rounds: int, model: nn.Module, bar: Any) -> Speed:
-    """Returns the median seconds of two functions, run in turns where the model is."""
     device = next(model.parameters()).device
     ours, theirs = clock.times_in_turns(functions, rounds, device, before_run=lambda i: _note_run(bar))
     return Speed(ours.median, theirs.median, ours.is_disturbed or theirs.is_disturbed)

@@ -240,7 +240,6 @@ def _is_ms_stage(module: nn.Module) -> bool:
 
 
 def _is_ms_block(module: nn.Module | None) -> bool:
-    """Returns whether a module has the attention of a CvT."""
     attn = module._modules.get("attn") if module is not None else None
     if attn is None or own_class(type(attn)) is not None:
         return False
@@ -378,7 +377,6 @@ def _recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None
 
 
 def _recognize_stage(module: nn.Module) -> StageEntry | None:
-    """Returns the entry of a stage; None for other modules."""
     names = {cls.__name__ for cls in type(module).__mro__}
     if own_class(type(module)) is not None:
         return _OWN_STAGE if _OWN_STAGE.block.name in names else None
