@@ -533,17 +533,15 @@ class _Snapshot(State):
             return [getattr(module, _SERVED)() for module in served]
 
     def has_forms_of(self, model: nn.Module, with_gradients: bool) -> bool:
-        """Returns whether the same serves stages and layers; anything may if nothing was taken."""
-        known = self._forms.get(with_gradients)
-        return known is None or self._forms_of(model, with_gradients) == known
+        """Returns whether the same serves stages and layers, which is taken if nothing was."""
+        found = self._forms_of(model, with_gradients)
+        return self._forms.setdefault(with_gradients, found) == found
 
     def holds_for(self, model: nn.Module, with_gradients: bool, graph: Any) -> bool:
         """Returns whether the same modules and tensors still compute as they did for a graph, or None.
 
         Where no tensor has changed since the graph was asked last, no other question is asked.
         """
-        if with_gradients not in self._forms:
-            self.take_forms(model, with_gradients)
         if graph is None:
             return self.has_forms_of(model, with_gradients)
         if graph.values is self.values and graph.copies.hold_for_same_tensors():

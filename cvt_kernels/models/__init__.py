@@ -6,7 +6,7 @@ Parameters, buffers, submodules, hooks and ``state_dict`` stay.
 Every call checks that the block is what its entry in the table expects; if not, the block's own forward runs.
 The files, from the bottom up: ``watching`` (hooks and patches on modules that are not called), ``blocks``
 (the modules of a block, the form of an entry), ``forward`` (the forward of a block), ``stages`` (whole stages
-and layers for serving), ``class_token`` (the last block of a classifier), ``decode_head`` (SegFormer's),
+and layers for serving), ``class_token`` (the last block of a classifier), ``heads`` (SegFormer's, GLPN's),
 ``maps`` (what models return), ``families`` (which module is which part, a file each), ``matching`` (finds and
 checks blocks, stages and layers), ``served`` (serves them), this file (swaps classes), ``coverage`` and
 ``verify``.
@@ -356,9 +356,9 @@ def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _is_proxy(value: Any) -> bool:
     """Returns whether an argument, or a map in a list of them, stands for a value in a trace of torch.fx."""
-    if isinstance(value, list | tuple):
-        return any(map(_is_proxy, value))
-    return isinstance(value, torch.fx.Proxy)
+    return isinstance(value, torch.fx.Proxy) or (
+        isinstance(value, list | tuple) and any(map(_is_proxy, value))
+    )
 
 
 def _new_module(original: type[nn.Module], *keys: str) -> nn.Module:

@@ -48,13 +48,6 @@ def apply_layer_norm(module: Any, x: Tensor) -> Tensor:
     return normalize(module, x) if is_plain_norm and not is_watched(module) else module(x)
 
 
-def normalize_and_gelu(norm: nn.LayerNorm, x: Tensor, *, approximate: GeluVariant) -> Tensor:
-    """Computes a plain LayerNorm and the GELU of it."""
-    if _dtypes_differ(x, norm.weight):
-        return gelu(norm(x), approximate=approximate)
-    return layer_norm_gelu(x, norm.weight, norm.bias, eps=norm.eps, approximate=approximate)
-
-
 def normalize_for_layers(norm: nn.LayerNorm, x: Tensor) -> Tensor:
     """Computes LayerNorm for the layers after it, on a GPU in the dtype that autocast has for them."""
     return normalize(norm, x, modes.dtype_for_layers(x))
@@ -536,7 +529,11 @@ def _tokens_of_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> lis
         pool, conv, norm, act = parts.pooling
         pooled = pool(as_map(y, grid)).permute(0, 2, 3, 1).flatten(1, 2)
         kept = linear(pooled, conv.weight.flatten(1), conv.bias)
-        kept = normalize_and_gelu(norm, kept, approximate=gelu_variant(act))
+        settings = {"approximate": gelu_variant(act)}
+        if _dtypes_differ(kept, norm.weight):
+            kept = gelu(norm(kept), **settings)
+        else:
+            kept = layer_norm_gelu(kept, norm.weight, norm.bias, eps=norm.eps, **settings)
     return [y, kept, kept]
 
 

@@ -19,7 +19,6 @@ from .blocks import (
     BlockEntry,
     BlockParts,
     BypassedParts,
-    Kinds,
     Parts,
     ServedEntry,
     StageEntry,
@@ -166,7 +165,10 @@ def parts_or_why_not(block: nn.Module, entry: BlockEntry) -> Parts | str:
         return parts
     for module, kinds in parts.bypassed():
         if type(module) not in kinds and not is_named(type(module), kinds):
-            return f"{_path_of(block, module)} {_why_another_kind(module, kinds)}"
+            names = (kind if isinstance(kind, str) else kind.__name__ for kind in kinds)
+            expected = " or ".join(dict.fromkeys(names))
+            missing = f"is missing, expected {expected}" if module is None else None
+            return f"{_path_of(block, module)} {missing or why_another_class(module, expected)}"
         if (reason := why_tensors_not_plain(module)) is not None:
             return f"{_path_of(block, module)} {reason}"
     return parts.why_unsupported() or parts
@@ -179,12 +181,6 @@ def _built_parts(module: nn.Module, entry: BlockEntry | StageEntry) -> Any:
         return str(error)
     except AttributeError as error:
         return f"is not built as upstream's: {error}"
-
-
-def _why_another_kind(module: Any, kinds: Kinds) -> str:
-    names = (kind if isinstance(kind, str) else kind.__name__ for kind in kinds)
-    expected = " or ".join(dict.fromkeys(names))
-    return f"is missing, expected {expected}" if module is None else why_another_class(module, expected)
 
 
 def _why_another_holder(block: nn.Module, entry: BlockEntry, parts: Parts) -> str | None:

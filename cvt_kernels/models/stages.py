@@ -96,7 +96,9 @@ def fold(parts: StageParts, device_type: str) -> FoldedStage:
             blocks.insert(0, folded)
         norm_bias = due if norm_bias is None else wide(norm_bias) + due
         token = None if token is None else wide(token) + due
-    return FoldedStage(parts, _as_read(weight), bias, norm_bias, token, blocks, are_one)
+    if weight.shape[1] >= 8:  # as maps are read, but not images of few channels
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    return FoldedStage(parts, weight, bias, norm_bias, token, blocks, are_one)
 
 
 def _are_one_operator(parts: StageParts) -> bool:
@@ -131,11 +133,6 @@ def _has_one_mlp(block: TransformerBlock) -> bool:
     return block.fc2.weight.shape[0] <= _MLP_CHANNELS and not is_quantized
 
 
-def _as_read(weight: Tensor) -> Tensor:
-    """Returns the weight of a convolution, channels last except for images of few channels."""
-    return weight.contiguous(memory_format=torch.channels_last) if weight.shape[1] >= 8 else weight
-
-
 def _fold_batch_norm(parts: StageParts) -> tuple[Tensor, Tensor | None]:
     weight, bias, norm = parts.conv.weight, parts.conv.bias, parts.batch_norm
     if norm is None:
@@ -162,13 +159,6 @@ def _embedding_of(stage: FoldedStage) -> dict[str, Any]:
         "eps": norm.eps,
         "class_token": stage.class_token,
     }
-
-
-def _are_images(stage: FoldedStage, x: Tensor) -> bool:
-    weight = stage.conv_weight
-    if (x.dtype, x.device, x.ndim) != (weight.dtype, weight.device, 4) or x.shape[1] != weight.shape[1]:
-        return False
-    return min(output_grid(x, stage.parts.conv)) >= max(map(_ratio_of, stage.blocks), default=1)
 
 
 # The steps ------------------------------------------------------------------------------------------------
@@ -277,10 +267,14 @@ def grid_of(
     form: FoldedStage | TransformerBlock, x: Tensor, grid: tuple[Any, Any] | None
 ) -> tuple[int, int] | None:
     """Returns the grid of the result; None where x is not what a stage, or a layer with this grid, takes."""
-    if isinstance(form, FoldedStage):
-        return output_grid(x, form.parts.conv) if _are_images(form, x) else None
-    assert grid is not None
-    return grid if _are_tokens(form, x, grid) else None
+    if isinstance(form, TransformerBlock):
+        assert grid is not None
+        return grid if _are_tokens(form, x, grid) else None
+    weight = form.conv_weight
+    if (x.dtype, x.device, x.ndim) != (weight.dtype, weight.device, 4) or x.shape[1] != weight.shape[1]:
+        return None
+    made = output_grid(x, form.parts.conv)
+    return made if min(made) >= max(map(_ratio_of, form.blocks), default=1) else None
 
 
 def compute(

@@ -504,13 +504,17 @@ def _samples(runs: list[_Run], oracle: _Run, bar: Any, evaluation_only: bool) ->
         _note_run(bar)
         return record
 
+    def errors_of(record: _Record) -> _Errors:
+        places = [place for place, oracle in exact.items() if oracle and place in record]
+        return {place: _sample(record[place], exact[place]) for place in places}
+
     wanted = {"training": not evaluation_only}
     first = [record(run, **wanted) for run in runs]
     images = None if not evaluation_only else _images_of(oracle.inputs, first[0])
     if images is not None:
         oracle = oracle.of(lambda t: t[:_FEW_IMAGES] if t.ndim and len(t) == images else t)
     exact = record(oracle, **wanted)
-    samples = [[_errors(made, exact)] for made in first]
+    samples = [[errors_of(made)] for made in first]
     del first
     failed = {place: error for place in samples[0][0] if not (error := _error(*place, *samples)).passed}
     if failed and all(error.accelerated <= _LUCK * error.allowed for error in failed.values()):
@@ -519,7 +523,7 @@ def _samples(runs: list[_Run], oracle: _Run, bar: Any, evaluation_only: bool) ->
         bar.total += len(runs) * _MORE_RUNS
         for run, known in zip(runs, samples, strict=True):
             for seed in range(_MORE_RUNS):
-                known.append(_errors(record(run.of(functools.partial(_nudge, seed)), **parts), exact))
+                known.append(errors_of(record(run.of(functools.partial(_nudge, seed)), **parts)))
     return samples
 
 
@@ -528,12 +532,6 @@ def _images_of(inputs: Any, record: _Record) -> int | None:
     outputs = [t for tensors in record.values() for t in tensors.values()]
     sizes = {t.shape[0] if t.ndim else None for t in (*tensors_in(inputs), *outputs)}
     return sizes.pop() if len(sizes) == 1 else None
-
-
-def _errors(record: _Record, exact: _Record) -> _Errors:
-    return {
-        place: _sample(record[place], oracle) for place, oracle in exact.items() if oracle and place in record
-    }
 
 
 def _sample(results: dict[str, Tensor], oracle: dict[str, Tensor]) -> _Sample:
