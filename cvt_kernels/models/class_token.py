@@ -15,8 +15,7 @@ from torch.nn.modules import module as torch_module
 
 from .. import modes
 from ..classes import cached, original_class
-from .told import Told
-from .watching import is_watched, patch_of
+from .watching import Told, is_watched, patch_of
 
 _Result = TypeVar("_Result")
 

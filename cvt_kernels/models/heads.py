@@ -35,8 +35,7 @@ from .blocks import (
     is_square,
 )
 from .forward import as_map, drop, tokens_of
-from .told import Told
-from .watching import is_watched
+from .watching import Told, is_watched
 
 
 def _is_one_operator(name: str, tensors: Sequence[Tensor | None]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .told import Told
+from .watching import Told
 
 #: The attribute of the classes of models whose maps get upstream's strides.
 MARK = "_cvt_kernels_copies_maps"

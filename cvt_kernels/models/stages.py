@@ -11,12 +11,14 @@ a CPU only, because dropped tokens would lack the biases of later blocks.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils import fuse_conv_bn_weights
 
 from .. import backends
 from ..ops.conv_embedding import conv_embedding
@@ -137,14 +139,10 @@ def _fold_batch_norm(parts: StageParts) -> tuple[Tensor, Tensor | None]:
     weight, bias, norm = parts.conv.weight, parts.conv.bias, parts.batch_norm
     if norm is None:
         return weight, bias
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    scale = (wide(norm.running_var) + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight
-    shift = (0 if bias is None else bias) - wide(norm.running_mean)
-    shift = shift * scale + (0 if norm.bias is None else norm.bias)
-    return (scale[:, None, None, None] * weight).to(weight.dtype), shift.to(weight.dtype)
+    tensors: Any = weight, bias, norm.running_mean, norm.running_var, norm.weight, norm.bias
+    *of_conv, mean, variance, factor, summand = (None if t is None else wide(t) for t in tensors)
+    folded, shift = fuse_conv_bn_weights(*of_conv, mean, variance, norm.eps, factor, summand)
+    return folded.detach().to(weight.dtype), shift.detach().to(weight.dtype)
 
 
 def _embedding_of(stage: FoldedStage) -> dict[str, Any]:
@@ -167,7 +165,8 @@ def _embedding_of(stage: FoldedStage) -> dict[str, Any]:
 Step = Callable[[Tensor], Tensor]
 
 
-class _Operator(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Operator:
     """An operator as a step, with what it takes besides the tokens."""
 
     name: str

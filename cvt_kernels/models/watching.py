@@ -1,10 +1,12 @@
-"""Modules that are replaced instead of called: who else watches them, and what is known until they change."""
+"""Modules that are not called: who watches them, what they know of a call, what is known until they change."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -110,6 +112,27 @@ _FORWARDS = {cls: cls.forward if patch_of(cls) is None else None for cls in BYPA
 def _is_patched(cls: Any) -> bool:
     """Returns whether the forward of a bypassed class is patched; faster than :func:`patch_of`."""
     return cls in _FORWARDS and cls.forward is not _FORWARDS[cls]
+
+
+# What modules know of a call ------------------------------------------------------------------------------
+
+
+class Told(threading.local):
+    """Modules of the model that runs in this thread that have been told something of its call."""
+
+    modules: tuple[Any, ...] = ()
+
+    def __contains__(self, module: Any) -> bool:
+        return any(each is module for each in self.modules)
+
+    @contextlib.contextmanager
+    def within(self, *modules: Any) -> Iterator[None]:
+        """Tells modules, and no others, within a block."""
+        before, self.modules = self.modules, modules
+        try:
+            yield
+        finally:
+            self.modules = before
 
 
 # A module that was examined -------------------------------------------------------------------------------

@@ -263,7 +263,7 @@ def _find_layers(model: nn.Module, *, embeddings: bool) -> list[_Layer]:
     return found
 
 
-def _why_not_plain(module: Any, kind: type) -> str | None:
+def _why_not_plain(module: Any, kind: Any) -> str | None:
     """Returns why a layer is no plain linear one or dense convolution that can be quantized, or None."""
     if type(module) is not kind:
         return why_another_class(module, f"nn.{kind.__name__}")
