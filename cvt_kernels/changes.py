@@ -250,17 +250,13 @@ class State:
             _dependents_of(storage).add(self)
 
     def ask(self, tensors: Sequence[Tensor | None]) -> tuple[Any, Any, Any, Any]:
-        """Returns the state now: of modules, and layouts, versions and a sample of the tensors."""
-        kinds = {*map(_kind, tensors)}
-        if all(map(_has_memory, kinds)):
-            return question()(*self.asked, tensors if type(tensors) is list else [*tensors])
-        known = [t if _has_memory(_kind(t)) else None for t in tensors]
-        found, layouts, versions, sample = question()(*self.asked, known)
-        others = [t for t in tensors if t is not None and not _has_memory(_kind(t))]
-        # Fake tensors have no address.
-        places = [(t.untyped_storage()._cdata, t.shape, t.stride(), t.dtype) for t in others]
-        counts = [t.is_inference() or t._version for t in others]
-        return found, (layouts, places), (versions, counts), sample
+        """Returns the state now: of modules, and layouts, versions and a sample of the tensors.
+
+        Tensors without memory, such as fake ones, are none here: what is made of them is not kept.
+        """
+        if not all(map(_has_memory, {*map(_kind, tensors)})):
+            tensors = [t if _has_memory(_kind(t)) else None for t in tensors]
+        return question()(*self.asked, tensors if type(tensors) is list else [*tensors])
 
     def _has_new_ignored_hooks(self) -> bool:
         """Returns whether there are hooks that do not matter and had not been seen before."""

@@ -49,13 +49,9 @@ class Captured:
         tensors: Sequence[Tensor],
         record: Callable[[Sequence[Tensor]], Sequence[tuple[Any, Any]]],
     ):
-        """Captures a call.
+        """Captures a call of ``tensors``: ``record`` takes others like these, and records their call.
 
-        Args:
-            cuda: Captures and replays.
-            tensors: The tensors of the call.
-            record: Takes other tensors like these, and records their call; returns what it gives, and the
-                graph, for each graph.
+        It returns, for each graph, what the recorded function gives and the graph.
         """
         self.cuda = cuda
         self._inputs = [torch.empty_like(each).copy_(each) for each in tensors]

@@ -267,7 +267,12 @@ def _swapped_class(original: Any, *keys: str) -> Any:
 @cached
 def _class_with(first: Any, *keys: str) -> Any:
     """Returns the subclass of ``first`` that looks the same and behaves as ``_BEHAVIORS`` says of keys."""
-    run, members = _own_forward_of(first), {_MADE_OF: (first, *keys)}
+
+    def own(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return first.forward(self, *args, **kwargs)  # which somebody may have patched since
+
+    run: Callable[..., Any] = own
+    members = {_MADE_OF: (first, *keys)}
     for key in keys:
         behavior, others, entry = _BEHAVIORS[key]
         run = _with_behavior(behavior, entry, run)
@@ -302,13 +307,6 @@ def _class_with(first: Any, *keys: str) -> Any:
 
     forward = _traceable(forward, original_class(first).forward)
     return derived(first, UNFUSED, **members, forward=forward, __reduce_ex__=__reduce_ex__)
-
-
-def _own_forward_of(original: Any) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return original.forward(self, *args, **kwargs)  # which somebody may have patched since
-
-    return forward
 
 
 def _with_behavior(run: Callable[..., Any], entry: Any, own: Callable[..., Any]) -> Callable[..., Any]:

@@ -96,7 +96,7 @@ def parts_of_norm(norm: Any) -> BypassedParts:
 
 def is_stochastic_depth(module: nn.Module) -> bool:
     """Returns whether a module drops the branches of images in training, and does nothing in evaluation."""
-    return type(module).__name__.endswith("DropPath")
+    return type(module).__name__.endswith(("DropPath", "StochasticDepth"))
 
 
 class BlockParts(NamedTuple):
@@ -505,21 +505,15 @@ class BlockEntry(NamedTuple):
 
         Where the forward takes no grid, the tokens are a column.
         """
-        if self.is_only_served:
-            given = self.first_of(1, args, kwargs)
-            if given is None or not isinstance(given[0], Tensor) or given[0].ndim != 3:
-                return None
-            return given[0], (given[0].shape[1], 1)
-        if len(args) == 3 and not kwargs:
-            x, height, width = args
-        else:
-            given = self.first_of(3, args, kwargs)
-            if given is None:
-                return None
-            x, height, width = given
-        if not isinstance(x, Tensor) or height is None or width is None:
+        count = 1 if self.is_only_served else 3
+        given = args if len(args) == count and not kwargs else self.first_of(count, args, kwargs)
+        if given is None or not isinstance(given[0], Tensor):
             return None
-        return x, (height, width)
+        x, *grid = given
+        if self.is_only_served:
+            return (x, (x.shape[1], 1)) if x.ndim == 3 else None
+        height, width = grid
+        return None if height is None or width is None else (x, (height, width))
 
     def first_of(self, count: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Returns the first arguments of a call; None if others say more than to leave something out."""

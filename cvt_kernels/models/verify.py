@@ -24,6 +24,7 @@ from ..modes import autocast_dtype
 from ..tuning import accuracy, clock
 from ..tuning.accuracy import GRADIENT_FACTOR, VALUE_FACTOR
 from . import accelerate, give_classes_back
+from .blocks import is_stochastic_depth
 from .coverage import call_model, check_inputs, coverage, tensors_in, unwrapped
 from .matching import find_blocks, find_stages
 from .served import is_frozen, is_serving
@@ -330,12 +331,8 @@ def _straighten_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
 
 
 def _random_modules(model: nn.Module) -> list[nn.Module]:
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.modules.dropout._DropoutNd)
-        or type(module).__name__.endswith(("DropPath", "StochasticDepth"))
-    ]
+    dropouts = nn.modules.dropout._DropoutNd
+    return [each for each in model.modules() if isinstance(each, dropouts) or is_stochastic_depth(each)]
 
 
 #: What is compared of a block: fields of :class:`LayerErrors`.

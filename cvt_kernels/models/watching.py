@@ -1,4 +1,4 @@
-"""Modules that are not called: who watches them, what they know of a call, what is known until they change."""
+"""Modules that are not called: who watches them, what they know of a call, what is known till they change."""
 
 from __future__ import annotations
 
