@@ -309,9 +309,8 @@ def _why_noticed(root: nn.Module, module: nn.Module) -> str | None:
 def _why_shadowed(root: nn.Module, members: tuple[str, ...]) -> str | None:
     """Returns which member of a module within another one has an attribute in its place, or None."""
     for path, module in root.named_modules():
-        space = vars(module)
-        for name in itertools.chain.from_iterable(space[kind] for kind in members):
-            if name in space:
+        for name in itertools.chain.from_iterable(getattr(module, kind) for kind in members):
+            if name in vars(module):
                 return f"{path}.{name}".lstrip(".") + " is shadowed by an attribute of the module"
     return None
 
