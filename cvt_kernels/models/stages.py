@@ -139,9 +139,9 @@ def _fold_batch_norm(parts: StageParts) -> tuple[Tensor, Tensor | None]:
     weight, bias, norm = parts.conv.weight, parts.conv.bias, parts.batch_norm
     if norm is None:
         return weight, bias
-    tensors: Any = weight, bias, norm.running_mean, norm.running_var, norm.weight, norm.bias
-    *of_conv, mean, variance, factor, summand = (None if t is None else wide(t) for t in tensors)
-    folded, shift = fuse_conv_bn_weights(*of_conv, mean, variance, norm.eps, factor, summand)
+    tensors = weight, bias, norm.running_mean, norm.running_var, norm.weight, norm.bias
+    values: list[Any] = [None if tensor is None else wide(tensor) for tensor in tensors]
+    folded, shift = fuse_conv_bn_weights(*values[:4], norm.eps, *values[4:])
     return folded.detach().to(weight.dtype), shift.detach().to(weight.dtype)
 
 
