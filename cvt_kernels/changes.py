@@ -25,7 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import machine
+from . import checks, machine
 
 # The question -------------------------------------------------------------------------------------------
 
@@ -77,46 +77,27 @@ def state_in_python(
     return found, layouts, versions, [_sample_of(t, place) for place, t in enumerate(on_cpu)]
 
 
-#: The bytes of a line, the lines that are read of a tensor, and the numbers of one with gaps between them, as
-#: in ``csrc/snapshots/sample.h``.
-_LINE, _LINES, _SINGLES = 64, 8, 64
-
-
-def _sample_of(tensor: Tensor, place: int) -> list[bytes]:
-    """Returns a part of a tensor's bytes; ``place`` differs from tensor to tensor."""
-    address, item, count = tensor.data_ptr(), tensor.element_size(), tensor.numel()
-    if not address or not count:
-        return []
-    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    if extent != count:
-        offsets = (_offset_of(n, tensor) for n in _places(place, _SINGLES, count))
-        return [ctypes.string_at(address + offset * item, item) for offset in offsets]
-    if count * item <= _LINES * _LINE:
-        return [ctypes.string_at(address, count * item)]
-    return [
-        ctypes.string_at(address + offset, _LINE)
-        for offset in _places(place, _LINES, count * item - _LINE + 1)
-    ]
-
-
-def _places(place: int, most: int, count: int) -> list[int]:
-    """Returns the first of some places, the last, and one in each of equal parts between them."""
-    if count <= most:
-        return list(range(count))
-    between = most - 2
-    fractions = (math.modf((place + 1) * (part + 1) * _GOLDEN)[0] for part in range(between))
-    return [0, *(int((part + at) * count / between) for part, at in enumerate(fractions)), count - 1]
-
-
+#: The bytes of a line, and the lines that are read of a tensor, as in ``csrc/snapshots/sample.h``.
+_LINE, _LINES = 64, 8
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
-def _offset_of(number: int, tensor: Tensor) -> int:
-    offset = 0
-    for size, step in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        number, index = divmod(number, size)
-        offset += index * step
-    return offset
+def _sample_of(tensor: Tensor, place: int) -> list[bytes]:
+    """Returns a part of the bytes between a tensor's first number and its last, which may have gaps.
+
+    It is the first line, the last one, and one in each of equal parts between them; ``place`` differs from
+    tensor to tensor.
+    """
+    if not tensor.numel() or not tensor.data_ptr():
+        return []
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    size = tensor.element_size() * (1 + sum((n - 1) * step for n, step in steps))
+    if size <= _LINES * _LINE:
+        return [ctypes.string_at(tensor.data_ptr(), size)]
+    parts, last = _LINES - 2, size - _LINE
+    fractions = (math.modf((place + 1) * (part + 1) * _GOLDEN)[0] for part in range(parts))
+    offsets = (int((part + at) * last / parts) for part, at in enumerate(fractions))
+    return [ctypes.string_at(tensor.data_ptr() + offset, _LINE) for offset in (0, *offsets, last)]
 
 
 @functools.cache
@@ -269,21 +250,13 @@ class State:
             _dependents_of(storage).add(self)
 
     def ask(self, tensors: Sequence[Tensor | None]) -> tuple[Any, Any, Any, Any]:
-        """Returns the state now: of modules, and layouts, versions and a sample of the tensors."""
-        kinds = {*map(_kind, tensors)}
-        if all(map(_has_memory, kinds)):
-            return question()(*self.asked, tensors if type(tensors) is list else [*tensors])
-        known = [t if _has_memory(_kind(t)) else None for t in tensors]
-        found, layouts, versions, sample = question()(*self.asked, known)
-        others = [t for t in tensors if t is not None and not _has_memory(_kind(t))]
-        # Fake tensors have no address.
-        others_layouts = [(t.untyped_storage()._cdata, t.shape, t.stride(), t.dtype) for t in others]
-        return (
-            found,
-            (layouts, others_layouts),
-            (versions, [t.is_inference() or t._version for t in others]),
-            sample,
-        )
+        """Returns the state now: of modules, and layouts, versions and a sample of the tensors.
+
+        Tensors without memory, such as fake ones, are none here: what is made of them is not kept.
+        """
+        if not all(map(_has_memory, {*map(_kind, tensors)})):
+            tensors = [t if _has_memory(_kind(t)) else None for t in tensors]
+        return question()(*self.asked, tensors if type(tensors) is list else [*tensors])
 
     def _has_new_ignored_hooks(self) -> bool:
         """Returns whether there are hooks that do not matter and had not been seen before."""
@@ -419,6 +392,5 @@ def refresh(model: nn.Module) -> None:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: got {type(model).__qualname__}, expected a torch.nn.Module")
+    checks.check_kind("model", model, nn.Module)
     note_written(t for t in itertools.chain(model.parameters(), model.buffers()) if not _is_sharded(t))

@@ -37,10 +37,9 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
 from .. import backends, checks, machine, messages, modes
-from ..changes import State, is_recorder, note_written
+from ..changes import HOOKS, State, is_recorder, note_written
 from ..classes import UNGRAPHED, cached, derived, is_graphed, ungraphed_class
-from ..ops import weight_cache
-from .training import TrainingGraph, Turn
+from .training import Captured, TrainingGraph, Turn
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -127,7 +126,6 @@ def why_not_graphed(model: nn.Module, *args: Any, **kwargs: Any) -> str | None:
 
 @cached
 def _graphed_class(under: Any) -> Any:
-    """Returns the subclass of ``under`` whose calls are replayed."""
 
     @functools.wraps(under.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -211,7 +209,6 @@ class _Graphs:
             self._snapshot = None
 
     def _forget_kind(self, with_gradients: bool) -> None:
-        """Drops the graphs with or without gradients."""
         for key in [key for key, graph in self._graphs.items() if graph.has_backward is with_gradients]:
             self._drop(key)
 
@@ -280,24 +277,17 @@ class _Graphs:
         if key in self._failures or snapshot.why_not(model, call, with_gradients) is not None:
             return _NOTHING
         if with_gradients:
-            return self._replayed_with_gradients(key, snapshot, model, forward, call)
-        if graph is not None:
-            return outputs
-        return self._capture(key, snapshot, model, forward, call)
-
-    def _replayed_with_gradients(
-        self, key: Any, snapshot: _Snapshot, model: nn.Module, forward: Callable[..., Any], call: _Call
-    ) -> Any:
-        """Returns the outputs of a replay, after a capture if the call has come once, or ``_NOTHING``."""
-        if self._is_waiting():
-            return _NOTHING
-        if key not in self._seen:  # the sizes of a last batch may never come again
-            self._seen.add(key)
-            return _NOTHING
-        if key not in self._graphs:
+            if self._is_waiting():
+                return _NOTHING
+            if key not in self._seen:  # the sizes of a last batch may never come again
+                self._seen.add(key)
+                return _NOTHING
+        if graph is None:
             return self._capture(key, snapshot, model, forward, call)
+        if not with_gradients:
+            return outputs
         self._graphs.move_to_end(key)
-        return self._take_turn(self._graphs[key], call)
+        return self._take_turn(graph, call)
 
     def _take_turn(self, graph: TrainingGraph, call: _Call) -> Any:
         turn = Turn()
@@ -331,12 +321,11 @@ class _Graphs:
                     graph = _Graph(cuda, forward, call)
                 reason = graph.why_not or _why_not_copied(graph.leaves, call.device)
             except Exception as error:
+                self._captures.pop(with_gradients, None)  # its memory may hold allocations of this capture
                 if messages.is_foreign(error):
-                    self._captures.pop(with_gradients, None)
                     raise
-                if _mentions_capturing(error) and self._tries[key] < _MOST_TRIES:
+                if "captur" in str(error) and self._tries[key] < _MOST_TRIES:
                     self._tries[key] += 1  # another thread may have captured, or synchronized the device
-                    self._captures.pop(with_gradients, None)
                     return outputs
                 is_refused = True
                 first_line = (str(error).splitlines() or ["no reason given"])[0]
@@ -347,7 +336,7 @@ class _Graphs:
             self._graphs[key] = graph
             # So that the first results come from the same kernels.
             return self._take_turn(graph, call) if with_gradients else graph.replay(call.tensors)
-        self._captures.pop(with_gradients, None)  # its memory may hold allocations of the failed capture
+        self._captures.pop(with_gradients, None)
         if len(self._failures) >= _MOST_FAILURES:
             self._failures.clear()
             self._tries.clear()
@@ -365,10 +354,6 @@ class _Graphs:
 _NOTHING = object()
 _MOST_FAILURES = 1000  # ever new shapes must not fill the memory
 _MOST_TRIES = 2
-
-
-def _mentions_capturing(error: Exception) -> bool:
-    return "captur" in str(error)
 
 
 # Calls ----------------------------------------------------------------------------------------------------
@@ -446,7 +431,6 @@ def is_within_graphed() -> bool:
 
 
 def _why_not_of_call(model: nn.Module, call: _Call) -> str | None:
-    """Returns why a call's arguments, or the modes around it, rule out a replay, or None."""
     if not call.tensors:
         return "none of its arguments is a tensor"
     for leaf in call.leaves:
@@ -474,7 +458,6 @@ def _why_not_of_call(model: nn.Module, call: _Call) -> str | None:
 
 
 def _key(model: nn.Module, snapshot: _Snapshot, call: _Call, with_gradients: bool) -> Any:
-    """Returns the key of the graph that serves a call."""
     key = call.kind(), _settings(model, call.device)
     return (*key, snapshot.modes_of(model)) if with_gradients else key
 
@@ -484,7 +467,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _settings(model: nn.Module, device: torch.device) -> tuple[Any, ...]:
-    """Returns the settings outside of a model that decide which kernels a call launches."""
     cudnn: Any = torch.backends.cudnn
     cuda = torch.backends.cuda
     config = getattr(model, "config", None)
@@ -534,8 +516,8 @@ class _Snapshot(State):
             self._memory = [tensor.detach() for tensor in self._placed]
         self._devices = {tensor.device for tensor in tensors}
         self._spaces = [vars(module) for module in self._inner]
-        self._hooks = [space[kind] for space in self._spaces for kind in _HOOKS]
-        self._has_backward_hooks = any(space[kind] for space in self._spaces for kind in _BACKWARD_HOOKS)
+        self._hooks = [space[kind] for space in self._spaces for kind in HOOKS[:2]]
+        self._has_backward_hooks = any(space[kind] for space in self._spaces for kind in HOOKS[2:])
         self._served = [module for module in inner if hasattr(module, _SERVED)]
         self._forms: dict[bool, list[Any]] = {}  # with or without gradients
         #: What changes whenever a number of a tensor may have changed.
@@ -551,17 +533,15 @@ class _Snapshot(State):
             return [getattr(module, _SERVED)() for module in served]
 
     def has_forms_of(self, model: nn.Module, with_gradients: bool) -> bool:
-        """Returns whether the same serves stages and layers; anything may if nothing was taken."""
-        known = self._forms.get(with_gradients)
-        return known is None or self._forms_of(model, with_gradients) == known
+        """Returns whether the same serves stages and layers, which is taken if nothing was."""
+        found = self._forms_of(model, with_gradients)
+        return self._forms.setdefault(with_gradients, found) == found
 
     def holds_for(self, model: nn.Module, with_gradients: bool, graph: Any) -> bool:
         """Returns whether the same modules and tensors still compute as they did for a graph, or None.
 
         Where no tensor has changed since the graph was asked last, no other question is asked.
         """
-        if with_gradients not in self._forms:
-            self.take_forms(model, with_gradients)
         if graph is None:
             return self.has_forms_of(model, with_gradients)
         if graph.values is self.values and graph.copies.hold_for_same_tensors():
@@ -602,21 +582,19 @@ class _Snapshot(State):
 
     def why_not(self, model: nn.Module, call: _Call, with_gradients: bool) -> str | None:
         """Returns why the model cannot be replayed with such arguments, or None."""
-        device = call.device
         if self._why_unknown is not None:
             return self._why_unknown
-        if not self._devices <= {device}:
-            other = next(each for each in self._devices if each != device)
-            return f"a parameter or buffer of the model is on {other}, the arguments are on {device}"
+        other = next((each for each in self._devices if each != call.device), None)
+        if other is not None:
+            return f"a parameter or buffer of the model is on {other}, the arguments are on {call.device}"
         if with_gradients:
-            reason = self._why_no_gradients(model)
-            if reason is not None:
+            if (reason := self._why_no_gradients(model)) is not None:
                 return reason
         elif model.training:
             return "the model is in training mode, and no gradient is wanted; call its eval() before"
         elif any(space["training"] for space in self._spaces):
             return "a module of the model is in training mode, and no gradient is wanted"
-        if any(self._hooks) and not all(_is_idle(hook) for each in self._hooks for hook in each.values()):
+        if not all(_is_idle(hook) for each in self._hooks if each for hook in each.values()):
             return "a module of the model has forward hooks"
         if torch_module._has_any_global_hook():
             return "a hook sees all modules"
@@ -625,7 +603,6 @@ class _Snapshot(State):
         return None
 
     def _why_no_gradients(self, model: nn.Module) -> str | None:
-        """Returns why calls of the model with gradients cannot be replayed, or None."""
         if self._has_backward_hooks or any(tensor._backward_hooks for tensor in self._tensors):
             return "a module or a parameter of the model has backward hooks"
         if any(space.get("gradient_checkpointing") for space in (vars(model), *self._spaces)):
@@ -634,15 +611,13 @@ class _Snapshot(State):
             return "a SyncBatchNorm communicates with other processes"
         if torch.is_anomaly_enabled():
             return "autograd's anomaly detection is on"
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        if modes.saved_tensors_hooked():
             return "hooks on saved tensors are active"
         return None
 
 
 #: The method that returns what serves a stage or a layer.
 _SERVED = "_cvt_kernels_served"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 def _is_idle(hook: Any) -> bool:
@@ -659,45 +634,27 @@ def _is_idle(hook: Any) -> bool:
 # Graphs ---------------------------------------------------------------------------------------------------
 
 
-class _Graph:
-    """A call that ``cuda`` has captured, to be replayed with other tensors.
-
-    Attributes:
-        copies: The packed copies of weights that the captured call has read.
-        recorded: The graph.
-        leaves: The leaves of the results, with the tensors of the graph.
-        values: The snapshot's, when the graph was last found up to date.
-        why_not: Why a replay would not do the same as the call, or None.
-    """
-
-    has_backward = False
-    values: object = None
+class _Graph(Captured):
+    """A call without gradients."""
 
     def __init__(self, cuda: _CudaCapture, forward: Callable[..., Any], call: _Call):
-        self.cuda = cuda
+        def record(inputs: Sequence[Tensor]) -> Any:
+            args, kwargs = call.arguments(inputs)
+            return cuda.record(lambda: forward(*args, **kwargs))
+
         with modes.capturing(gradients=False):
-            self._inputs = [torch.empty_like(tensor).copy_(tensor) for tensor in call.tensors]
-            args, kwargs = call.arguments(self._inputs)
-            versions = [tensor._version for tensor in self._inputs]
-            with weight_cache.noted_uses() as self.copies:
-                ((outputs, recorded),) = cuda.record(lambda: forward(*args, **kwargs))
-            is_written = versions != [tensor._version for tensor in self._inputs]
-        self.recorded = (recorded,)
-        self.leaves, self._form = pytree.tree_flatten(outputs)
-        self.why_not = "the forward changes its arguments" if is_written else None
+            super().__init__(cuda, call.tensors, record)
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """Replays the call with other tensors; returns copies of the results."""
         with torch.no_grad(), self.cuda.turn(self._inputs):
-            for ours, theirs in zip(self._inputs, tensors, strict=True):
-                ours.copy_(theirs)
+            self._write(tensors)
             self.recorded[0].replay()
             copies = {id(leaf): leaf.clone() for leaf in self.leaves if isinstance(leaf, Tensor)}
         return pytree.tree_unflatten([copies.get(id(leaf), leaf) for leaf in self.leaves], self._form)
 
 
 def _why_not_copied(leaves: list[Any], device: torch.device) -> str | None:
-    """Returns why outputs cannot be copied out of a graph, or None."""
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             if not _is_plain(leaf):

@@ -1,4 +1,4 @@
-"""A call of a model with gradients as two CUDA graphs: its forward, and its backward.
+"""Calls of a model that are captured; with gradients as two CUDA graphs: the forward, and the backward.
 
 Autograd sees one function, whose forward replays the first graph and whose backward the second. The
 activations stay in the memory of the graphs between the two, so the next forward waits for the backward of
@@ -28,20 +28,50 @@ class Turn:
     is_over = False
 
 
-class TrainingGraph:
-    """A call with gradients that ``cuda`` has captured, to be replayed with other tensors.
+class Captured:
+    """A call of a model that ``cuda`` (see ``graphs``) has captured, to be replayed with other tensors.
 
     Attributes:
         copies: The packed copies of weights that the captured call has read.
-        recorded: The graphs of the forward and the backward.
+        recorded: The graph; with gradients those of the forward and of the backward.
         leaves: The leaves of the results, with the tensors of the graph.
-        has_gradient: For each tensor among these, whether it has a gradient.
         values: The snapshot's, when the graphs were last found up to date.
         why_not: Why a replay would not do the same as the call, or None.
     """
 
-    has_backward = True
+    has_backward = False
     values: object = None
+    why_not: str | None = None
+
+    def __init__(
+        self,
+        cuda: Any,
+        tensors: Sequence[Tensor],
+        record: Callable[[Sequence[Tensor]], Sequence[tuple[Any, Any]]],
+    ):
+        """Captures a call of ``tensors``: ``record`` takes others like these, and records their call.
+
+        It returns, for each graph, what the recorded function gives and the graph.
+        """
+        self.cuda = cuda
+        self._inputs = [torch.empty_like(each).copy_(each) for each in tensors]
+        versions = [each._version for each in self._inputs]
+        with weight_cache.noted_uses() as self.copies:
+            recorded = record(self._inputs)
+        if versions != [each._version for each in self._inputs]:
+            self.why_not = "the forward changes its arguments"
+        self.recorded = [graph for _, graph in recorded]
+        self.leaves, self._form = pytree.tree_flatten(recorded[0][0])
+
+    def _write(self, tensors: Sequence[Tensor]) -> None:
+        for ours, theirs in zip(self._inputs, tensors, strict=False):
+            ours.detach().copy_(theirs)
+
+
+class TrainingGraph(Captured):
+    """A call with gradients; ``has_gradient`` says for each tensor among its results whether it has one."""
+
+    has_backward = True
     _gradients: _Gradients | None = None
 
     def __init__(
@@ -52,45 +82,32 @@ class TrainingGraph:
         arguments: Callable[[Sequence[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]],
         tensors: Sequence[Tensor],
     ):
-        """Captures a call.
+        """Captures a call of a model, whose buffers and random numbers stay what they are.
 
-        Args:
-            cuda: Captures and replays; see ``graphs``.
-            model: The model, whose buffers and random numbers stay what they are.
-            forward: Its forward.
-            arguments: Returns the call's arguments with other tensors.
-            tensors: The tensors of the call.
+        ``arguments`` returns the call's arguments with other tensors.
         """
-        self.cuda = cuda
         self._parameters = [each for each in model.parameters() if each.requires_grad]
-        state = _host_random_state(cuda)
-        with modes.capturing(gradients=True), _restored([*model.buffers()], cuda):
-            self._inputs = [
-                torch.empty_like(each).copy_(each).requires_grad_(each.requires_grad) for each in tensors
-            ]
-            args, kwargs = arguments(self._inputs)
-            versions = [each._version for each in self._inputs]
-            with _aliases(model) as aliases, weight_cache.noted_uses() as self.copies:
-                wanted = self._wanted([aliases[each] for each in self._parameters])
-                (outputs, first), (_, second) = cuda.record(
+
+        def record(inputs: Sequence[Tensor]) -> Any:
+            for ours, theirs in zip(inputs, tensors, strict=True):
+                ours.requires_grad_(theirs.requires_grad)
+            args, kwargs = arguments(inputs)
+            with _aliases(model) as aliases:
+                every = *inputs, *(aliases[each] for each in self._parameters)
+                wanted = [each for each in every if each.requires_grad]
+                return cuda.record(
                     lambda: forward(*args, **kwargs), lambda outputs: self._differentiate(outputs, wanted)
                 )
-            is_written = versions != [each._version for each in self._inputs]
-        self.recorded = first, second
-        leaves, self._form = pytree.tree_flatten(outputs)
-        self.has_gradient = [_is_differentiable(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+
+        state = _host_random_state(cuda)
+        with modes.capturing(gradients=True), _restored([*model.buffers()], cuda):
+            super().__init__(cuda, tensors, record)
+        self.has_gradient = [_is_differentiable(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)]
         # Not the autograd graph of the capture, whose nodes belong to the stream of the capture.
-        self.leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.why_not: str | None = None
-        if is_written:
-            self.why_not = "the forward changes its arguments"
-        elif _host_random_state(cuda) != state:
+        self.leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        if self.why_not is None and _host_random_state(cuda) != state:
             self.why_not = "the forward takes random numbers of the host"
             _set_host_random_state(state)
-
-    def _wanted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the inputs that require a gradient, and the parameters."""
-        return [each for each in (*self._inputs, *parameters) if each.requires_grad]
 
     def _differentiate(self, outputs: Any, wanted: Sequence[Tensor]) -> None:
         """Computes the gradients of the outputs with respect to ``wanted``.
@@ -100,7 +117,8 @@ class TrainingGraph:
         Raises:
             RuntimeError: The outputs depend on a parameter for which no alias stands (:func:`_aliases`).
         """
-        results, is_first = _results_of(outputs), self._gradients is None
+        results = [leaf for leaf in pytree.tree_leaves(outputs) if _is_differentiable(leaf)]
+        is_first = self._gradients is None
         if is_first:
             self._douts = [torch.zeros_like(each) for each in results]
         others = self._parameters if is_first else ()
@@ -121,8 +139,7 @@ class TrainingGraph:
     def replay_forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Replays the forward; returns copies of its results."""
         with torch.no_grad(), self.cuda.turn(self._inputs):
-            for ours, theirs in zip(self._inputs, tensors, strict=False):
-                ours.detach().copy_(theirs)
+            self._write(tensors)
             self.recorded[0].replay()
             return [leaf.clone() for leaf in self.leaves if isinstance(leaf, Tensor)]
 
@@ -180,7 +197,6 @@ class _Gradients:
         self._views = self._split(self._flat)
 
     def _split(self, flat: dict[torch.dtype, Tensor]) -> list[Tensor | None]:
-        """Returns each gradient as a view of the tensor of its dtype."""
         places, views = dict.fromkeys(flat, 0), list[Tensor | None]()
         for each in self._shapes:
             if each is None:
@@ -222,11 +238,6 @@ def _aliases(model: nn.Module) -> Iterator[dict[Tensor, nn.Parameter]]:
     finally:
         for space, parameters in zip(spaces, before, strict=True):
             space.update(parameters)
-
-
-def _results_of(outputs: Any) -> list[Tensor]:
-    """Returns the results that have a gradient."""
-    return [leaf for leaf in pytree.tree_leaves(outputs) if _is_differentiable(leaf)]
 
 
 def _is_differentiable(leaf: Any) -> bool:

@@ -6,10 +6,10 @@ Parameters, buffers, submodules, hooks and ``state_dict`` stay.
 Every call checks that the block is what its entry in the table expects; if not, the block's own forward runs.
 The files, from the bottom up: ``watching`` (hooks and patches on modules that are not called), ``blocks``
 (the modules of a block, the form of an entry), ``forward`` (the forward of a block), ``stages`` (whole stages
-and layers for serving), ``class_token`` (the last block of a classifier), ``decode_head`` (SegFormer's),
+and layers for serving), ``class_token`` (the last block of a classifier), ``heads`` (SegFormer's, GLPN's),
 ``maps`` (what models return), ``families`` (which module is which part, a file each), ``matching`` (finds and
-checks blocks), ``freezable`` (finds and checks stages and layers), ``served`` (serves them), this file (swaps
-classes), ``coverage`` and ``verify``.
+checks blocks, stages and layers), ``served`` (serves them), this file (swaps classes), ``coverage`` and
+``verify``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,14 +34,15 @@ from .blocks import HUGGING_FACE, BlockEntry, block_of
 from .class_token import class_token_of, is_block_wanted
 from .families import CLASSIFIERS, MODELS, SERVED, TABLE
 from .forward import forward_block
-from .freezable import find_stages, why_not_freezable
 from .matching import (
     classifier_of,
     find_blocks,
+    find_stages,
     model_name,
     parts_if_fused,
     why_another_forward,
     why_mismatched,
+    why_not_freezable,
 )
 from .watching import LENT, forget
 
@@ -110,9 +111,10 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
         classifier = None if is_fused(module) else classifier_of(module)
         if classifier is not None:
             _swap(module, classifier.name)
-    for stage, key in [] if freeze is False else _servable_stages(model):
-        if not (served.is_serving(stage) or served.is_frozen(stage)):
-            _swap(stage, key + _IN_EVALUATION)
+    for _, stage, stage_entry in [] if freeze is False else find_stages(model):
+        is_upstreams = why_another_forward(stage, block_of(stage_entry)) is None
+        if is_upstreams and not (served.is_serving(stage) or served.is_frozen(stage)):
+            _swap(stage, stage_entry.serving_key + _IN_EVALUATION)
     for module, key in maps.find_models(model):
         _swap(module, key)
     for stage, key in stages:
@@ -147,15 +149,6 @@ def _is_entry_of(original: type[nn.Module], entry: BlockEntry) -> bool:
     return described == (HUGGING_FACE, original.__name__, arguments)
 
 
-def _servable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Returns the stages and layers that may be served as one, with the keys of their entries."""
-    return [
-        (stage, entry.serving_key)
-        for _, stage, entry in find_stages(model)
-        if why_another_forward(stage, block_of(entry)) is None
-    ]
-
-
 def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Returns the stages and layers of a model that can be frozen, with the keys of their entries.
 
@@ -164,27 +157,22 @@ def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """
     if model.training:
         raise ValueError("model: is in training mode, expected model.eval() before freeze=True")
-    stages = find_stages(model)
-    if not stages:
+    found = find_stages(model)
+    if not found:
         raise ValueError(
             f"model: got {model_name(model)}, expected one with a whole stage or layer of one of these to "
             f"freeze: {MODELS}"
         )
-    reasons = [why_not_freezable(stage, entry) for _, stage, entry in stages]
-    if all(reason is not None for reason in reasons):
-        noun = stages[-1][2].noun  # of layers within stages, rather than of these
-        rows = zip(stages, reasons, strict=True)
-        paths = {path: reason for (path, _, entry), reason in rows if entry.noun == noun}
-        path, reason = next(iter(paths.items()))
+    reasons = {path: why_not_freezable(stage, entry) for path, stage, entry in found}
+    freezable = [(stage, entry.serving_key) for path, stage, entry in found if reasons[path] is None]
+    if not freezable:
+        noun = found[-1][2].noun  # of layers within stages, rather than of these
+        paths = [path for path, _, entry in found if entry.noun == noun]
         raise ValueError(
             f"model: none of the {len(paths)} {noun}s of {type(model).__name__} can be frozen; "
-            f"the first, {path or 'itself'}: {reason}"
+            f"the first, {paths[0] or 'itself'}: {reasons[paths[0]]}"
         )
-    return [
-        (stage, entry.serving_key)
-        for (_, stage, entry), reason in zip(stages, reasons, strict=True)
-        if reason is None
-    ]
+    return freezable
 
 
 def restore(model: _Model) -> _Model:
@@ -224,7 +212,6 @@ def give_classes_back(model: _Model) -> _Model:
 def _run_fused(
     block: nn.Module, entry: BlockEntry, own: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Runs the fused forward of a block, an embedding or a head."""
     parts = parts_if_fused(block, entry)
     result = NotImplemented
     if parts is not None and entry.forward is not None:
@@ -252,40 +239,19 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class _Behavior(NamedTuple):
-    """A behavior of a class that is swapped in.
-
-    Attributes:
-        run: Takes a module, an entry, the forward without this behavior and the arguments of a call; returns
-            the result of the call.
-        members: Returns other members of the class for an entry.
-    """
-
-    run: Callable[..., Any]
-    members: Callable[[Any], dict[str, Any]] = lambda entry: {}
-
-
 #: The end of the keys of stages and layers that are served as one in evaluation.
 _IN_EVALUATION = ", in evaluation"
-#: The models that return maps, by the end of their keys: whether the first result is one, and whether they
-#: are within another.
-_MAPS = {
-    end: {name: (first, end == maps.WITHIN) for name, first in maps.MODELS.items()}
-    for end in (maps.OUTERMOST, maps.WITHIN)
-}
-#: What the classes of a key, which pickles have, do, and the entry. A layer may be a block too, whose fused
+#: What the classes of a key, which pickles have, do: a function of a module, an entry, the forward without it
+#: and the arguments of a call; other members of the class; the entry. A layer may be a block too, whose fused
 #: forward then runs where it is not served as one.
-_BEHAVIORS: dict[str, tuple[_Behavior, Any]] = {
-    key + end: (behavior, entry)
-    for behavior, entries, end in (
-        (_Behavior(_run_fused), TABLE, ""),
-        (_Behavior(class_token.run), CLASSIFIERS, ""),
-        *(
-            (_Behavior(maps.run, lambda entry: {maps.MARK: True}), entries, f", {end}")
-            for end, entries in _MAPS.items()
-        ),
-        (_Behavior(served.run_served, served.members_of_frozen), SERVED, ""),
-        (_Behavior(served.run_served, served.members_in_evaluation), SERVED, _IN_EVALUATION),
+_BEHAVIORS: dict[str, tuple[Callable[..., Any], Callable[[Any], dict[str, Any]], Any]] = {
+    key + end: (run, members, entry)
+    for run, members, entries, end in (
+        (_run_fused, lambda entry: {}, TABLE, ""),
+        (class_token.run, lambda entry: {}, CLASSIFIERS, ""),
+        (maps.run, lambda entry: {maps.MARK: True}, maps.ENTRIES, ""),
+        (served.run_served, functools.partial(served.members, frozen=True), SERVED, ""),
+        (served.run_served, functools.partial(served.members, frozen=False), SERVED, _IN_EVALUATION),
     )
     for key, entry in entries.items()
 }
@@ -301,11 +267,16 @@ def _swapped_class(original: Any, *keys: str) -> Any:
 @cached
 def _class_with(first: Any, *keys: str) -> Any:
     """Returns the subclass of ``first`` that looks the same and behaves as ``_BEHAVIORS`` says of keys."""
-    run, members = _own_forward_of(first), {_MADE_OF: (first, *keys)}
+
+    def own(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return first.forward(self, *args, **kwargs)  # which somebody may have patched since
+
+    run: Callable[..., Any] = own
+    members = {_MADE_OF: (first, *keys)}
     for key in keys:
-        behavior, entry = _BEHAVIORS[key]
-        run = _with_behavior(behavior.run, entry, run)
-        members |= behavior.members(entry)
+        behavior, others, entry = _BEHAVIORS[key]
+        run = _with_behavior(behavior, entry, run)
+        members |= others(entry)
     is_frozen = any(key in SERVED for key in keys)
 
     @functools.wraps(first.forward)
@@ -336,13 +307,6 @@ def _class_with(first: Any, *keys: str) -> Any:
 
     forward = _traceable(forward, original_class(first).forward)
     return derived(first, UNFUSED, **members, forward=forward, __reduce_ex__=__reduce_ex__)
-
-
-def _own_forward_of(original: Any) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return original.forward(self, *args, **kwargs)  # which somebody may have patched since
-
-    return forward
 
 
 def _with_behavior(run: Callable[..., Any], entry: Any, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -390,9 +354,9 @@ def _is_recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _is_proxy(value: Any) -> bool:
     """Returns whether an argument, or a map in a list of them, stands for a value in a trace of torch.fx."""
-    if isinstance(value, list | tuple):
-        return any(map(_is_proxy, value))
-    return isinstance(value, torch.fx.Proxy)
+    return isinstance(value, torch.fx.Proxy) or (
+        isinstance(value, list | tuple) and any(map(_is_proxy, value))
+    )
 
 
 def _new_module(original: type[nn.Module], *keys: str) -> nn.Module:

@@ -96,7 +96,7 @@ def parts_of_norm(norm: Any) -> BypassedParts:
 
 def is_stochastic_depth(module: nn.Module) -> bool:
     """Returns whether a module drops the branches of images in training, and does nothing in evaluation."""
-    return type(module).__name__.endswith("DropPath")
+    return type(module).__name__.endswith(("DropPath", "StochasticDepth"))
 
 
 class BlockParts(NamedTuple):
@@ -215,14 +215,28 @@ class BlockParts(NamedTuple):
 
     def why_unsupported(self) -> str | None:
         """Returns why modules of the right kinds are not supported all the same, or None."""
-        reason = why_norms_unsupported(self.norm1, self.norm2) or why_convolutions_unsupported(self.pairs())
-        if reason is None and self.reduction is not None:
-            reason = _why_reduction_unsupported(*self.reduction)
-        if reason is None and self.pooling is not None:
-            reason = _why_pooling_unsupported(self.pooling[1], self.pooling[2])
-        if reason is None and self.mix is not None:
-            reason = _why_mix_unsupported(self.mix)
-        return reason or why_gelu_replaced(self.activation)
+        norms = [self.norm1, self.norm2]
+        if self.reduction is not None:
+            conv, norm = self.reduction
+            norms.append(norm)
+            if conv.groups != 1 or conv.dilation != (1, 1) or conv.padding != (0, 0):
+                return "the reduction is not a plain convolution without padding"
+            if conv.kernel_size != conv.stride or conv.stride[0] != conv.stride[1]:
+                return f"the reduction has stride {conv.stride}, expected its kernel size, {conv.kernel_size}"
+        if self.pooling is not None:
+            norms.append(self.pooling[2])
+            if not is_square(self.pooling[1], 1):
+                return "the convolution after pooling is not one of 1×1"
+        if (mix := self.mix) is not None:
+            if not mix.groups == mix.in_channels == mix.out_channels:
+                return "the convolution is not depthwise"
+            if not is_square(mix, 3, mix.groups):
+                return f"the convolution {NO_SQUARE}"
+        return (
+            why_norms_unsupported(*norms)
+            or _why_convolutions_unsupported(self.pairs())
+            or _why_gelu_replaced(self.activation)
+        )
 
     def dropout_p(self) -> float:
         """Returns the probability of dropping an attention probability now."""
@@ -357,7 +371,7 @@ def gelu_variant(activation: Any) -> GeluVariant:
 # Reasons --------------------------------------------------------------------------------------------------
 
 
-def why_convolutions_unsupported(pairs: Iterable[tuple[Any, Any]]) -> str | None:
+def _why_convolutions_unsupported(pairs: Iterable[tuple[Any, Any]]) -> str | None:
     """Returns why pairs of convolution and BatchNorm do not fit a CvT, or None."""
     for conv, bn in pairs:
         # As an attribute it takes far longer to find. One that is no parameter may be any tensor.
@@ -386,32 +400,17 @@ def why_norms_unsupported(*norms: Any) -> str | None:
     return None
 
 
-def _why_reduction_unsupported(conv: Any, norm: Any) -> str | None:
-    """Returns why a convolution and a LayerNorm make no reduction by a linear layer, or None."""
-    if conv.groups != 1 or conv.dilation != (1, 1) or conv.padding != (0, 0):
-        return "the reduction is not a plain convolution without padding"
-    if conv.kernel_size != conv.stride or conv.stride[0] != conv.stride[1]:
-        return f"the reduction has stride {conv.stride}, expected its kernel size, {conv.kernel_size}"
-    return why_norms_unsupported(norm)
+#: The end of a reason for a convolution that is no :func:`is_square` of 3×3.
+NO_SQUARE = "is not one of 3×3 with stride 1, padded by one zero on each side"
 
 
-def _why_pooling_unsupported(conv: Any, norm: Any) -> str | None:
-    if (conv.kernel_size, conv.stride, conv.padding, conv.groups) != ((1, 1), (1, 1), (0, 0), 1):
-        return "the convolution after pooling is not one of 1×1"
-    return why_norms_unsupported(norm)
+def is_square(conv: Any, size: int, groups: int = 1) -> bool:
+    """Returns whether a convolution is one of size×size with stride 1, padded by zeros to keep the grid."""
+    geometry = conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode
+    return geometry == ((size, size), (1, 1), (size // 2, size // 2), (1, 1), groups, "zeros")
 
 
-def _why_mix_unsupported(conv: Any) -> str | None:
-    """Returns why ``depthwise_conv_gelu`` does not compute a convolution, or None."""
-    if not conv.groups == conv.in_channels == conv.out_channels:
-        return "the convolution is not depthwise"
-    geometry = conv.kernel_size, conv.stride, conv.padding, conv.dilation
-    if geometry != ((3, 3), (1, 1), (1, 1), (1, 1)) or conv.padding_mode != "zeros":
-        return "the convolution is not one of 3×3 with stride 1, padded by one zero on each side"
-    return None
-
-
-def why_gelu_replaced(activation: Any) -> str | None:
+def _why_gelu_replaced(activation: Any) -> str | None:
     """Returns a reason if an activation's function has been replaced, or None."""
     act = None if activation is None else vars(activation).get("act")
     if act is None:
@@ -506,21 +505,15 @@ class BlockEntry(NamedTuple):
 
         Where the forward takes no grid, the tokens are a column.
         """
-        if self.is_only_served:
-            given = self.first_of(1, args, kwargs)
-            if given is None or not isinstance(given[0], Tensor) or given[0].ndim != 3:
-                return None
-            return given[0], (given[0].shape[1], 1)
-        if len(args) == 3 and not kwargs:
-            x, height, width = args
-        else:
-            given = self.first_of(3, args, kwargs)
-            if given is None:
-                return None
-            x, height, width = given
-        if not isinstance(x, Tensor) or height is None or width is None:
+        count = 1 if self.is_only_served else 3
+        given = args if len(args) == count and not kwargs else self.first_of(count, args, kwargs)
+        if given is None or not isinstance(given[0], Tensor):
             return None
-        return x, (height, width)
+        x, *grid = given
+        if self.is_only_served:
+            return (x, (x.shape[1], 1)) if x.ndim == 3 else None
+        height, width = grid
+        return None if height is None or width is None else (x, (height, width))
 
     def first_of(self, count: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Returns the first arguments of a call; None if others say more than to leave something out."""

@@ -6,7 +6,6 @@ that nobody reads the other tokens of their results.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,39 +15,24 @@ from torch.nn.modules import module as torch_module
 
 from .. import modes
 from ..classes import cached, original_class
-from .watching import is_watched, patch_of
+from .watching import Told, is_watched, patch_of
 
 _Result = TypeVar("_Result")
 
 
-class _Wanted(threading.local):
-    """The last stage and the last block of the classifier that runs in this thread."""
-
-    modules: tuple[nn.Module, ...] = ()
-    even_if_watched = False
+#: The last stage and the last block of the classifier that runs.
+_stage, _block = Told(), Told()
 
 
-_wanted = _Wanted()
-
-
-def with_class_token_only(
-    stage: nn.Module, block: nn.Module, run: Callable[[], _Result], *, even_if_watched: bool = False
-) -> _Result:
-    """Calls ``run``, during which the last stage and its last block may compute the class token alone.
-
-    With ``even_if_watched`` they do so although hooks within the block get tensors of one token.
-    """
-    before = _wanted.modules, _wanted.even_if_watched
-    _wanted.modules, _wanted.even_if_watched = (stage, block), even_if_watched or _wanted.even_if_watched
-    try:
+def with_class_token_only(stage: nn.Module, block: nn.Module, run: Callable[[], _Result]) -> _Result:
+    """Calls ``run``, during which the last stage and its last block may compute the class token alone."""
+    with _stage.within(stage), _block.within(block):
         return run()
-    finally:
-        _wanted.modules, _wanted.even_if_watched = before
 
 
 def is_stage_wanted(stage: nn.Module) -> bool:
     """Returns whether a stage, whose modules nobody watches, may compute the class token alone."""
-    return any(module is stage for module in _wanted.modules[:1])
+    return stage in _stage
 
 
 def is_block_wanted(block: nn.Module) -> bool:
@@ -56,11 +40,9 @@ def is_block_wanted(block: nn.Module) -> bool:
 
     It may if nobody watches its modules, and no dropout within it draws random numbers for all tokens.
     """
-    if torch.compiler.is_compiling() or not any(module is block for module in _wanted.modules[1:]):
+    if torch.compiler.is_compiling() or block not in _block:
         return False
-    if any(module.training for module in block.modules()):
-        return False
-    return _wanted.even_if_watched or not any(map(is_watched, block.modules()))
+    return not any(module.training or is_watched(module) for module in block.modules())
 
 
 def class_token_of(tokens: Tensor) -> Tensor:
@@ -78,8 +60,6 @@ class ClassifierEntry(NamedTuple):
         last_stage: Returns the last stage, or the last block of a model without stages.
         blocks: Returns the list of a stage's blocks; None without stages.
         reads_class_token: Returns whether the head reads the class token alone, without hidden states.
-        forward: Computes such a call, or returns NotImplemented where upstream's forward has to; None for
-            upstream's.
     """
 
     name: str
@@ -88,7 +68,6 @@ class ClassifierEntry(NamedTuple):
     last_stage: Callable[[Any], nn.Module]
     blocks: Callable[[Any], nn.Module] | None
     reads_class_token: Callable[[Any, dict[str, Any]], bool]
-    forward: Callable[..., Any] | None = None
 
 
 def find_last(
@@ -121,18 +100,11 @@ def run(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Runs a classifier, whose last block computes what the head reads, by its entry or ``own`` forward."""
+    """Runs the ``own`` forward of a classifier, whose last block computes what the head reads."""
     last = find_last(model, entry, args, kwargs)
     if last is None:
         return own(model, *args, **kwargs)
-    upstream = original_class(type(model))
-    ours = entry.forward if _has_own_forward(upstream, upstream.forward) else None
-
-    def forward() -> Any:
-        result = NotImplemented if ours is None else ours(model, *args, **kwargs)
-        return own(model, *args, **kwargs) if result is NotImplemented else result
-
-    return with_class_token_only(*last, forward)
+    return with_class_token_only(*last, lambda: own(model, *args, **kwargs))
 
 
 @cached

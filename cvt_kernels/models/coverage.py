@@ -21,8 +21,7 @@ from ..classes import is_fused
 from ..graphs import ungraphed
 from ..messages import aligned
 from .blocks import BlockEntry
-from .freezable import find_stages
-from .matching import find_blocks, why_mismatched, why_not_now
+from .matching import find_blocks, find_stages, why_mismatched, why_not_now
 from .served import is_frozen, is_serving, serves_on, why_not_served
 from .watching import LENT
 
@@ -100,9 +99,9 @@ def _as_range(run: list[int]) -> str:
 
 def _described(counts: Mapping[str, int]) -> str:
     """Returns backends with their numbers of calls: ``cpu (9 calls), reference (3)``."""
-    numbers = [str(count) for count in counts.values()]
-    numbers[0] += " call" if numbers[0] == "1" else " calls"
-    return ", ".join(f"{name} ({number})" for name, number in zip(counts, numbers, strict=True))
+    (name, count), *others = counts.items()
+    first = f"{name} ({count} call{'' if count == 1 else 's'})"
+    return ", ".join([first, *(f"{name} ({count})" for name, count in others)])
 
 
 def coverage(model: nn.Module, inputs: Any = None) -> Coverage:
@@ -137,44 +136,42 @@ def coverage(model: nn.Module, inputs: Any = None) -> Coverage:
     beginning = next((f"{path}." for path, module in model.named_modules() if module is inner and path), "")
     called = _called(inner, inputs, [row.path.removeprefix(beginning) for row in rows])
     total: dict[str, _Counts] = {}
-    for i, (row, counts) in enumerate(zip(rows, called, strict=True)):
-        names = {operator: " and ".join(by_backend) for operator, by_backend in counts.items()}
-        rows[i] = row._replace(backends=names)
+    for i, counts in enumerate(called):
+        rows[i] = rows[i]._replace(backends={name: " and ".join(by) for name, by in counts.items()})
         for operator, by_backend in counts.items():
             total.setdefault(operator, collections.Counter()).update(by_backend)
     return Coverage(rows, {operator: dict(counts.most_common()) for operator, counts in total.items()})
 
 
 def _rows_of(model: nn.Module) -> list[BlockCoverage]:
-    """Returns the rows of a model in its order, including stages and layers that run as one."""
-    rows = {}
-    for path, block, entry in find_blocks(model):  # which says so if it is no module
-        rows[path] = _row(path, block, _why_not_fused(block, entry))
-    for path, stage, stage_entry in find_stages(model):
-        reason = why_not_served(stage, stage_entry) if is_frozen(stage) or is_serving(stage) else None
+    # First: it says so if the model is no module.
+    reasons = {path: _why_not_fused(block, entry) for path, block, entry in find_blocks(model)}
+    for path, stage, entry in find_stages(model):
+        if not (is_frozen(stage) or is_serving(stage)):
+            continue
+        reason = why_not_served(stage, entry)
         is_here = all(serves_on(parameter.device) for parameter in stage.parameters())
-        if is_frozen(stage) or (is_serving(stage) and is_here and reason is None):
-            rows[path] = _row(path, stage, reason)
-    return [rows[path] for path, _ in model.named_modules() if path in rows]
-
-
-def _row(path: str, module: nn.Module, reason: str | None) -> BlockCoverage:
-    return BlockCoverage(path, type(module).__name__, reason is None, {}, reason)
+        if is_frozen(stage) or (is_here and reason is None):
+            reasons[path] = reason
+    return [
+        BlockCoverage(path, type(module).__name__, reasons[path] is None, {}, reasons[path])
+        for path, module in model.named_modules()
+        if path in reasons
+    ]
 
 
 def _why_not_fused(block: nn.Module, entry: BlockEntry) -> str | None:
-    reason = why_mismatched(block, entry)
     own = vars(block).get("forward")
     is_lent = hasattr(own, LENT)
-    if reason is None and entry.arguments and not (is_fused(block) or is_lent):
-        reason = "accelerate() has not been called"
-    if reason is None:
-        reason = why_not_now(block, entry)
-    if reason is None and own is not None and not is_lent:
-        reason = "its forward has been replaced in this object"
-    if reason is None and entry.is_only_served:
-        reason = why_not_served(block, entry)
-    return reason
+    if (reason := why_mismatched(block, entry)) is not None:
+        return reason
+    if entry.arguments and not (is_fused(block) or is_lent):
+        return "accelerate() has not been called"
+    if (reason := why_not_now(block, entry)) is not None:
+        return reason
+    if own is not None and not is_lent:
+        return "its forward has been replaced in this object"
+    return why_not_served(block, entry) if entry.is_only_served else None
 
 
 # What a forward calls -------------------------------------------------------------------------------------
@@ -219,12 +216,9 @@ def check_inputs(inputs: Any) -> None:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yields the floating tensors in what a model returns or takes."""
     if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(tuple(value.values()))
-    elif isinstance(value, tuple | list):
-        for item in value:
+        yield from [value] if value.is_floating_point() else []
+    elif isinstance(value, Mapping | tuple | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(item)
 
 

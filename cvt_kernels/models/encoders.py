@@ -5,9 +5,8 @@ Upstream copies each map so that channels are first in memory, and the next conv
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,96 +14,67 @@ from torch import Tensor
 
 from .forward import as_map, normalize
 
-#: What a stage makes of an image or a map: tokens, and their height and width.
-_Stage = Callable[[Tensor], tuple[Tensor, int, int]]
+
+def _encoder(states_of: Callable[[Any, Tensor, bool], list[Tensor]]) -> Callable[..., Any]:
+    """Returns the forward of an encoder, by a function that returns its hidden states, the result last.
+
+    The function takes the encoder, images, and whether the caller gets the hidden states.
+    """
+
+    def forward(
+        self: Any,
+        pixel_values: Tensor,
+        output_attentions: Any = False,
+        output_hidden_states: Any = False,
+        return_dict: Any = True,
+    ) -> Any:
+        # Under torch.compile copies become part of other kernels.
+        if output_attentions or torch.compiler.is_compiling():
+            return NotImplemented
+        *_, last = states = states_of(self, pixel_values, bool(output_hidden_states))
+        hidden = tuple(states) if output_hidden_states else None
+        if not return_dict:
+            return (last,) if hidden is None else (last, hidden)
+        # Imported where the encoder is.
+        record = sys.modules["transformers.modeling_outputs"].BaseModelOutput
+        return record(last_hidden_state=last, hidden_states=hidden, attentions=None)
+
+    return forward
 
 
-def encode_pvt(
-    self: Any,
-    pixel_values: Tensor,
-    output_attentions: Any = False,
-    output_hidden_states: Any = False,
-    return_dict: Any = True,
-) -> Any:
+@_encoder
+def encode_pvt(self: Any, x: Tensor, are_shown: bool) -> list[Tensor]:
     """Runs a ``PvtEncoder``, whose last stage has a class token."""
-    if _is_left_to_upstream(output_attentions):
-        return NotImplemented
-    x, states = pixel_values, []
-    last = len(self.block) - 1
+    states, last = list[Tensor](), len(self.block) - 1
     for number, (embeddings, blocks) in enumerate(zip(self.patch_embeddings, self.block, strict=True)):
         x, *grid = embeddings(x)
         for block in blocks:
-            x = block(x, *grid, output_attentions)[0]
+            x = block(x, *grid, False)[0]
             states.append(x)
         if number < last:
             x = as_map(x, grid)
             # Who gets the tokens may write to them.
-            x = x.contiguous() if output_hidden_states and torch.is_grad_enabled() else x
-    x = normalize(self.layer_norm, x)
-    return _result(x, [*states, x], output_hidden_states, return_dict)
+            x = x.contiguous() if are_shown and torch.is_grad_enabled() else x
+    return [*states, normalize(self.layer_norm, x)]
 
 
-def encode_pvt_v2(
-    self: Any,
-    pixel_values: Tensor,
-    output_attentions: Any = False,
-    output_hidden_states: Any = False,
-    return_dict: Any = True,
-) -> Any:
+@_encoder
+def encode_pvt_v2(self: Any, x: Tensor, are_shown: bool) -> list[Tensor]:
     """Runs a ``PvtV2Encoder``."""
-    if _is_left_to_upstream(output_attentions):
-        return NotImplemented
-
-    def run(layer: Any, image: Tensor) -> tuple[Tensor, int, int]:
-        (tokens, *_), height, width = layer(image, output_attentions)
-        return tokens, height, width
-
-    states = _maps(pixel_values, [functools.partial(run, layer) for layer in self.layers])
-    return _result(states[-1], states, output_hidden_states, return_dict)
-
-
-def encode_glpn(
-    self: Any,
-    pixel_values: Tensor,
-    output_attentions: Any = False,
-    output_hidden_states: Any = False,
-    return_dict: Any = True,
-) -> Any:
-    """Runs a ``GLPNEncoder``."""
-    if _is_left_to_upstream(output_attentions):
-        return NotImplemented
-
-    def run(stage: tuple[Any, Any, Any], image: Tensor) -> tuple[Tensor, int, int]:
-        embeddings, blocks, norm = stage
-        tokens, height, width = embeddings(image)
-        for block in blocks:
-            tokens = block(tokens, height, width, output_attentions)[0]
-        return normalize(norm, tokens), height, width
-
-    stages = zip(self.patch_embeddings, self.block, self.layer_norm, strict=True)
-    states = _maps(pixel_values, [functools.partial(run, stage) for stage in stages])
-    return _result(states[-1], states, output_hidden_states, return_dict)
-
-
-def _is_left_to_upstream(output_attentions: Any) -> bool:
-    """Returns whether upstream's forward runs; under torch.compile copies become part of other kernels."""
-    return bool(output_attentions) or torch.compiler.is_compiling()
-
-
-def _maps(image: Tensor, stages: Sequence[_Stage]) -> list[Tensor]:
-    """Returns the map (B, C, H, W) behind each stage, channels last in memory."""
-    states: list[Tensor] = []
-    for stage in stages:
-        tokens, *grid = stage(states[-1] if states else image)
+    states = [x]
+    for layer in self.layers:
+        (tokens, *_), *grid = layer(states[-1], False)
         states.append(as_map(tokens, grid))
-    return states
+    return states[1:]
 
 
-def _result(last: Tensor, states: Sequence[Tensor], output_hidden_states: Any, return_dict: Any) -> Any:
-    """Returns what upstream returns: its record of results, or a tuple."""
-    hidden = tuple(states) if output_hidden_states else None
-    if not return_dict:
-        return (last,) if hidden is None else (last, hidden)
-    # Imported where the encoder is.
-    record = sys.modules["transformers.modeling_outputs"].BaseModelOutput
-    return record(last_hidden_state=last, hidden_states=hidden, attentions=None)
+@_encoder
+def encode_glpn(self: Any, x: Tensor, are_shown: bool) -> list[Tensor]:
+    """Runs a ``GLPNEncoder``."""
+    states = [x]
+    for embeddings, blocks, norm in zip(self.patch_embeddings, self.block, self.layer_norm, strict=True):
+        tokens, *grid = embeddings(states[-1])
+        for block in blocks:
+            tokens = block(tokens, *grid, False)[0]
+        states.append(as_map(normalize(norm, tokens), grid))
+    return states[1:]

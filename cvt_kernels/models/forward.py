@@ -44,20 +44,8 @@ def normalize(norm: nn.LayerNorm, x: Tensor, dtype: torch.dtype | None = None) -
 
 def apply_layer_norm(module: Any, x: Tensor) -> Tensor:
     """Computes ``module(x)``: by the operator if it is a LayerNorm over channels that nobody watches."""
-    return normalize(module, x) if is_plain_layer_norm(module) else module(x)
-
-
-def is_plain_layer_norm(module: Any) -> bool:
-    """Returns whether a module is an ``nn.LayerNorm`` over channels, of no other class, and unwatched."""
-    plain = type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.eps > 0
-    return plain and not is_watched(module)
-
-
-def normalize_and_gelu(norm: nn.LayerNorm, x: Tensor, *, approximate: GeluVariant) -> Tensor:
-    """Computes a plain LayerNorm and the GELU of it."""
-    if _dtypes_differ(x, norm.weight):
-        return gelu(norm(x), approximate=approximate)
-    return layer_norm_gelu(x, norm.weight, norm.bias, eps=norm.eps, approximate=approximate)
+    is_plain_norm = type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.eps > 0
+    return normalize(module, x) if is_plain_norm and not is_watched(module) else module(x)
 
 
 def normalize_for_layers(norm: nn.LayerNorm, x: Tensor) -> Tensor:
@@ -88,7 +76,7 @@ def add_and_normalize_for(
     layer: Any, norm: nn.LayerNorm, branch: Tensor, stream: Tensor
 ) -> tuple[Tensor, Any]:
     """Returns :func:`add_and_normalize`, with quantized rows if ``layer``, which reads them, is quantized."""
-    if type(layer) is Linear or not is_plain_int8(layer) or layer.bias is None or torch.jit.is_tracing():
+    if not _is_plain_int8(layer) or layer.bias is None or torch.jit.is_tracing():
         return add_and_normalize(norm, branch, stream)
     differ = _dtypes_differ(branch, stream) or _dtypes_differ(stream, norm.weight)
     if differ or modes.wants_gradient(branch, stream, norm.weight, norm.bias, layer.bias):
@@ -98,30 +86,31 @@ def add_and_normalize_for(
 
 
 def _dtypes_differ(x: Tensor, other: Tensor | None) -> bool:
-    """Returns whether the dtypes differ without autocast."""
     return other is not None and other.dtype != x.dtype and not modes.autocast_enabled(x)
+
+
+def _is_linear(module: Any) -> bool:
+    """Returns whether a module is prepared parts, or a linear layer that nobody watches."""
+    return type(module) is Linear or is_plain_linear(module)
 
 
 def apply_linear(module: Any, x: Tensor) -> Tensor:
     """Computes ``module(x)``: by the fastest primitive if it is a linear layer that nobody watches."""
-    if type(module) is Linear:  # from prepared parts
-        return linear(x, *module)
-    return linear(x, module.weight, module.bias) if is_plain_linear(module) else module(x)
+    return linear(x, module.weight, module.bias) if _is_linear(module) else module(x)
 
 
-def is_plain_int8(module: Any) -> bool:
-    """Returns whether a module is a ``LinearInt8``, of no other class, that nobody watches."""
+def _is_plain_int8(module: Any) -> bool:
     return type(module) is LinearInt8 and not is_watched(module)
 
 
 def apply_linear_and_gelu(module: Any, x: Tensor | QuantizedRows, *, approximate: GeluVariant) -> Tensor:
     """Computes a linear layer and its GELU, of quantized ``x`` too after :func:`add_and_normalize_for`."""
-    if type(module) is Linear or is_plain_linear(module):
+    if _is_linear(module):
         assert isinstance(x, Tensor)
         if _dtypes_differ(x, module.weight):
             return gelu(F.linear(x, module.weight, module.bias), approximate=approximate)
         return linear_gelu(x, module.weight, module.bias, approximate=approximate)
-    if is_plain_int8(module) and not modes.wants_gradient(x, module.bias):
+    if _is_plain_int8(module) and not modes.wants_gradient(x, module.bias):
         return module.product(x, approximate=approximate)
     return gelu(module(x), approximate=approximate)
 
@@ -181,9 +170,10 @@ def _channels_last(projection: nn.Module, image: Tensor) -> Tensor:
     return image.to(dtype=dtype, memory_format=torch.channels_last)
 
 
-def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor) -> Tensor:
-    """Computes a token embedding: images (B, C, H, W) to the normalized map (B, C', H', W')."""
-    if _is_plain_embedding(projection) and _has_kernel_of_embeddings(image, projection, norm):
+def embed(projection: nn.Module, norm: nn.LayerNorm, image: Tensor, name: str = "pixel_values") -> Tensor:
+    """Computes an embedding: images (B, C, H, W), which upstream calls ``name``, to maps (B, C', H', W')."""
+    check_images(name, image, projection)
+    if is_plain_embedding(projection) and _has_kernel_of_embeddings(image, projection, norm):
         tokens, *grid = embed_tokens(projection, norm, image)
         return as_map(tokens, grid)
     image = projection(_channels_last(projection, image))
@@ -228,7 +218,7 @@ def embed_tokens(
 
 def is_one_embedding(projection: Any, norm: Any, image: Tensor, *others: Tensor | None) -> bool:
     """Returns whether ``conv_embedding`` computes an embedding of images, with ``others`` of one dtype."""
-    if not _is_plain_embedding(projection):
+    if not is_plain_embedding(projection):
         return False
     tensors = projection.weight, norm.weight, *others
     return all(each is None or each.dtype == image.dtype for each in tensors)
@@ -254,7 +244,7 @@ def output_grid(image: Tensor, conv: Any) -> tuple[int, int]:
     return (height + 2 * padding - kernel) // stride + 1, (width + 2 * padding - kernel) // stride + 1
 
 
-def _is_plain_embedding(conv: Any) -> bool:
+def is_plain_embedding(conv: Any) -> bool:
     """Returns whether ``conv_embedding`` computes a convolution, which nobody watches."""
     if type(conv) is not nn.Conv2d or not is_plain(conv.weight) or is_watched(conv):
         return False
@@ -301,8 +291,10 @@ def forward_block(
         branch = call(proj.scale, call(proj.drop, apply_linear(proj.layer, heads)), parts.drop_path)
         if rows is None:
             stream, y = add_and_normalize_for(parts.fc1, norm, branch, x)
-        elif rows_only or _dtypes_differ(x, branch) or _dtypes_differ(x, norm.weight):
-            stream, y = add_and_normalize(norm, branch, _chosen(x, rows, rows_only))
+        elif rows_only:
+            stream, y = add_and_normalize(norm, branch, x[:, :1])
+        elif _dtypes_differ(x, branch) or _dtypes_differ(x, norm.weight):
+            stream, y = add_and_normalize(norm, branch, gather_rows(x, rows))
         else:
             stream, y = add_layer_norm(gather_rows(x, rows), branch, norm.weight, norm.bias, eps=norm.eps)
     fc2 = _End(parts.fc2, parts.drops[2], parts.layer_scales[1])
@@ -334,10 +326,9 @@ def _narrowed(parts: BlockParts, dtype: torch.dtype | None, rows: Tensor | None)
     groups = _layers_together(parts, rows)  # modules where they must be called
     stacks = [list(each) for group in groups if type(group[0]) is Linear for each in zip(*group, strict=True)]
     stacks += [[conv.weight] for conv in parts.convs if isinstance(conv, ConvBatchNorm)]
-    reduction = None if parts.reduction is None else parts.reduction[0]
-    stacks += [
-        [each] for conv in (reduction, parts.mix) if conv is not None for each in (conv.weight, conv.bias)
-    ]
+    reduction, _ = parts.reduction or (None, None)
+    convs_of_maps = [conv for conv in (reduction, parts.mix) if conv is not None]
+    stacks += [[each] for conv in convs_of_maps for each in (conv.weight, conv.bias)]
     stacks = [stack for stack in stacks if stack[0] is not None]
     tensors = [each for stack in stacks for each in stack]
     if not all(type(each) is nn.Parameter and each.dtype == torch.float32 for each in tensors) or not tensors:
@@ -360,7 +351,6 @@ def _narrowed(parts: BlockParts, dtype: torch.dtype | None, rows: Tensor | None)
 
 
 def _narrow_conv(conv: nn.Conv2d, made: Iterator[Tensor]) -> Any:
-    """Returns the next tensors as weight and bias of a convolution."""
     return Linear(next(made), None if conv.bias is None else next(made))
 
 
@@ -402,9 +392,7 @@ class _End(NamedTuple):
         layer = self.layer
         if self.scale is not None or not _is_idle(self.drop):
             return False
-        if not (type(layer) is Linear or is_plain_linear(layer)):
-            return False
-        if not choose.may_be_ours(operator, x.device.type):
+        if not _is_linear(layer) or not choose.may_be_ours(operator, x.device.type):
             return False
         return not _dtypes_differ(x, stream) and not _dtypes_differ(x, layer.weight)
 
@@ -416,7 +404,7 @@ def _mlp_with_residual(parts: BlockParts, fc2: _End, y: Any, stream: Tensor) -> 
         return None
     if not modes.wants_gradient(y, stream):  # it saves what the backward computes again
         return None
-    if not (type(fc1) is Linear or is_plain_linear(fc1)) or _dtypes_differ(y, fc1.weight):
+    if not _is_linear(fc1) or _dtypes_differ(y, fc1.weight):
         return None
     rate = _drop_rate(parts.drop_path)
     if rate is None or not fc2.is_one_with("mlp_add", y, stream):
@@ -431,11 +419,9 @@ def _is_idle(drop: Any) -> bool:
     """Returns whether a dropout is none or drops nothing now, and nobody watches it."""
     if drop is None:
         return True
-    return type(drop) in (nn.Dropout, nn.Identity) and not is_watched(drop) and _probability(drop) == 0
-
-
-def _probability(drop: Any) -> float:
-    return drop.p if drop.training and type(drop) is nn.Dropout else 0.0
+    if type(drop) not in (nn.Dropout, nn.Identity) or is_watched(drop):
+        return False
+    return type(drop) is nn.Identity or not drop.training or drop.p == 0
 
 
 def _drop_rate(drop_path: Any) -> float | None:
@@ -462,12 +448,8 @@ def _factors_of_images(
     """
     if rate == 0:
         return None
-    return _drawn_factors(drop_path, rate, x, stream.dtype, drops_sum)
-
-
-def _drawn_factors(drop_path: Any, rate: float, x: Tensor, stream: torch.dtype, drops_sum: bool) -> Tensor:
     branch = modes.autocast_dtype(x) or x.dtype
-    dtype = torch.promote_types(branch, stream) if drops_sum else branch
+    dtype = torch.promote_types(branch, stream.dtype) if drops_sum else branch
     home = type(drop_path).__module__
     if home.startswith("transformers."):  # what it draws, without its other operators
         kept = torch.rand(len(x), dtype=dtype, device=x.device).add_(1 - rate) >= 1
@@ -476,8 +458,7 @@ def _drawn_factors(drop_path: Any, rate: float, x: Tensor, stream: torch.dtype, 
     else:
         kept = drop_path(x.new_ones(x.shape[0], *(1,) * (x.ndim - 1), dtype=dtype)).view(-1) != 0
     factor = 1 / (1 - rate) if vars(drop_path).get("scale_by_keep", True) else 1.0
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return kept.to(wide).mul_(factor)
+    return kept.to(torch.float64 if dtype == torch.float64 else torch.float32).mul_(factor)
 
 
 def _attend(
@@ -488,12 +469,13 @@ def _attend(
     with_scores: bool,
     first_only: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes attention of normalized tokens and, if wanted, scores of tokens."""
     projected = _reduced_heads(parts, y, grid) if rows is None else None
     if projected is None:
         tokens = _tokens_of_heads(parts, y, grid)
         if rows is not None:
-            tokens[0] = _chosen(tokens[0], rows, first_only).contiguous()  # for a product with its bias
+            tokens[0] = (
+                tokens[0][:, :1] if first_only else gather_rows(tokens[0], rows)
+            ).contiguous()  # for a product with its bias
         projected = _projected(parts.linears, tokens)
     q, k, v = (each.unflatten(2, (parts.num_heads, -1)) for each in projected)
     dropout_p = parts.dropout_p() if parts.drops_probabilities else 0.0
@@ -504,11 +486,6 @@ def _attend(
     stride = parts.pairs()[2][0].stride[0]
     settings: dict[str, Any] = {"stride": stride, "scale": parts.scale, "pool": parts.pool, "rows": rows}
     return heads_of_all, score_tokens(q, k, grid, **settings)
-
-
-def _chosen(tokens: Tensor, rows: Tensor, first_only: bool) -> Tensor:
-    """Returns the tokens at ``rows``, which may be known to be the first ones."""
-    return tokens[:, :1] if first_only else gather_rows(tokens, rows)
 
 
 def _reduced_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> list[Tensor] | None:
@@ -533,7 +510,6 @@ def _projected(linears: Sequence[Any], tokens: Sequence[Tensor]) -> list[Tensor]
 
 
 def _tokens_of_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> list[Tensor]:
-    """Returns the inputs of the linear layers of Q, K and V."""
     if parts.branches:
         modes = set(map(trains, parts.norms))
         if len(modes) == 1:
@@ -553,12 +529,15 @@ def _tokens_of_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> lis
         pool, conv, norm, act = parts.pooling
         pooled = pool(as_map(y, grid)).permute(0, 2, 3, 1).flatten(1, 2)
         kept = linear(pooled, conv.weight.flatten(1), conv.bias)
-        kept = normalize_and_gelu(norm, kept, approximate=gelu_variant(act))
+        settings = {"approximate": gelu_variant(act)}
+        if _dtypes_differ(kept, norm.weight):
+            kept = gelu(norm(kept), **settings)
+        else:
+            kept = layer_norm_gelu(kept, norm.weight, norm.bias, eps=norm.eps, **settings)
     return [y, kept, kept]
 
 
 def _activate(parts: BlockParts, y: Any, grid: tuple[int, int]) -> Tensor:
-    """Computes the hidden features of the MLP."""
     mix, approximate = parts.mix, parts.approximate
     if mix is None:
         return call(parts.drops[1], apply_linear_and_gelu(parts.fc1, y, approximate=approximate))

@@ -6,17 +6,18 @@ only those are copied that the caller of a model gets, who may flatten them by `
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .watching import Told
+
 #: The attribute of the classes of models whose maps get upstream's strides.
 MARK = "_cvt_kernels_copies_maps"
 #: The models that return such maps, and whether the first result of each, as a tuple, is one.
-MODELS = {
+_MODELS = {
     "SegformerModel": True,
     "SegformerForImageClassification": False,
     "SegformerForSemanticSegmentation": False,
@@ -26,18 +27,19 @@ MODELS = {
     "GLPNModel": True,
     "GLPNForDepthEstimation": False,
 }
-#: The ends of the keys of such models, and of those within others.
-OUTERMOST, WITHIN = "maps", "maps, within a model"
+#: The ends of the keys of such models: whether they are within another one.
+_ENDS = {False: "maps", True: "maps, within a model"}
+#: The same, and whether a model is within another one, by the keys of their classes.
+ENTRIES = {
+    f"{name}, {end}": (is_first, is_within)
+    for name, is_first in _MODELS.items()
+    for is_within, end in _ENDS.items()
+}
 _RESULTS = "last_hidden_state", "hidden_states", "feature_maps"
 
 
-class _Running(threading.local):
-    """The submodules of the model that runs in this thread, whose maps the model's caller may not see."""
-
-    modules: tuple[Any, ...] = ()
-
-
-_running = _Running()
+#: The submodules of the model that runs, whose maps the model's caller may not see.
+_inner = Told()
 
 
 def find_models(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -45,9 +47,9 @@ def find_models(model: nn.Module) -> list[tuple[nn.Module, str]]:
     found: list[tuple[nn.Module, str]] = []
     within: set[nn.Module] = set()
     for module in model.modules():
-        name = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in MODELS), None)
+        name = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _MODELS), None)
         if name is not None and not hasattr(type(module), MARK):
-            found.append((module, f"{name}, {WITHIN if module in within else OUTERMOST}"))
+            found.append((module, f"{name}, {_ENDS[module in within]}"))
             within.update(module.children())
     return found
 
@@ -64,13 +66,10 @@ def run(
     if torch.compiler.is_compiling():  # which traces no state of a thread
         out = own(model, *args, **kwargs)
         return out if is_within else _with_own_maps(out, is_first_a_map)
-    if any(each is model for each in _running.modules):
+    if model in _inner:
         return own(model, *args, **kwargs)
-    before, _running.modules = _running.modules, tuple(model._modules.values())
-    try:
+    with _inner.within(*model._modules.values()):
         out = own(model, *args, **kwargs)
-    finally:
-        _running.modules = before
     return _with_own_maps(out, is_first_a_map)
 
 

@@ -1,4 +1,4 @@
-"""Finds the blocks of a model that have an entry in the table, and checks that they match it."""
+"""Finds the blocks, stages and layers of a model that have an entry, and says why they differ from it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ from torch.nn.modules import module as torch_module
 from .. import checks, modes
 from ..classes import original_class
 from ..ops.linear_int8.modules import LinearInt8
+from ..records import FROZEN_BATCH_NORMS
 from .blocks import (
+    GELU_VARIANTS,
     BlockEntry,
     BlockParts,
     BypassedParts,
-    Kinds,
     Parts,
+    ServedEntry,
     StageEntry,
+    StageParts,
     Unsupported,
+    block_of,
+    class_name,
     is_named,
     why_another_class,
+    why_norms_unsupported,
 )
 from .class_token import ClassifierEntry
-from .families import CLASSIFIERS, MODELS, recognize
+from .families import CLASSIFIERS, MODELS, recognize, recognize_stage
 from .families.cvt import MODULE
+from .forward import is_plain_embedding
 from .watching import (
     BYPASSED,
     Examined,
-    is_only_recorded,
     is_watched,
     known_of,
     patch_of,
@@ -39,7 +45,10 @@ from .watching import (
 )
 
 #: The classes that a block may consist of, besides upstream's.
-PLAIN = frozenset((*BYPASSED, nn.Identity, nn.ModuleList, nn.Sequential))
+_PLAIN = frozenset((*BYPASSED, nn.Identity, nn.ModuleList, nn.Sequential))
+#: The classes whose work a served module does only where it expects them, and the names of upstream's.
+_WORKING = tuple(cls for cls in BYPASSED if cls is not nn.Dropout)
+_WORKING_NAMES = ("LayerScale", *GELU_VARIANTS)
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
@@ -74,6 +83,17 @@ def blocks_in(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
     found = []
     for path, module in model.named_modules():
         entry = recognize(module, parents.get(id(module)))
+        if entry is not None:
+            found.append((path, module, entry))
+    return found
+
+
+def find_stages(model: nn.Module) -> list[tuple[str, nn.Module, ServedEntry]]:
+    """Returns path, module and entry of every stage and of every layer of a pyramid, freezable or not."""
+    found = []
+    for path, module in model.named_modules():
+        layer = recognize(module, None)
+        entry = layer if layer is not None and layer.is_layer else recognize_stage(module)
         if entry is not None:
             found.append((path, module, entry))
     return found
@@ -140,19 +160,21 @@ def _replaced_method(module: nn.Module, owner: Any) -> str | None:
 
 def parts_or_why_not(block: nn.Module, entry: BlockEntry) -> Parts | str:
     """Returns the parts of a block, or why it has none for a fused forward."""
-    parts = built_parts(block, entry)
+    parts: Any = _built_parts(block, entry)
     if isinstance(parts, str):
         return parts
     for module, kinds in parts.bypassed():
         if type(module) not in kinds and not is_named(type(module), kinds):
-            return f"{_path_of(block, module)} {_why_another_kind(module, kinds)}"
+            names = (kind if isinstance(kind, str) else kind.__name__ for kind in kinds)
+            expected = " or ".join(dict.fromkeys(names))
+            missing = f"is missing, expected {expected}" if module is None else None
+            return f"{_path_of(block, module)} {missing or why_another_class(module, expected)}"
         if (reason := why_tensors_not_plain(module)) is not None:
             return f"{_path_of(block, module)} {reason}"
     return parts.why_unsupported() or parts
 
 
-def built_parts(module: nn.Module, entry: BlockEntry | StageEntry) -> Any:
-    """Returns the parts of a block or a stage, or why it is not built like upstream's."""
+def _built_parts(module: nn.Module, entry: BlockEntry | StageEntry) -> Any:
     try:
         return entry.parts(module)
     except Unsupported as error:
@@ -161,19 +183,12 @@ def built_parts(module: nn.Module, entry: BlockEntry | StageEntry) -> Any:
         return f"is not built as upstream's: {error}"
 
 
-def _why_another_kind(module: Any, kinds: Kinds) -> str:
-    names = (kind if isinstance(kind, str) else kind.__name__ for kind in kinds)
-    expected = " or ".join(dict.fromkeys(names))
-    return f"is missing, expected {expected}" if module is None else why_another_class(module, expected)
-
-
 def _why_another_holder(block: nn.Module, entry: BlockEntry, parts: Parts) -> str | None:
-    """Returns which module around a block's parts is not upstream's, or None."""
     for module in _holders(block, parts):
         owner = _owner_of_forward(module)
-        if type(module) not in PLAIN and not is_named(owner, entry.classes):
+        if type(module) not in _PLAIN and not is_named(owner, entry.classes):
             return f"{_path_of(block, module)} {why_another_class(module)}"
-        replaced = None if type(module) in PLAIN else _replaced_method(module, owner)
+        replaced = None if type(module) in _PLAIN else _replaced_method(module, owner)
         if replaced is not None:
             return (
                 f"{replaced} of {_path_of(block, module)} is not that of {entry.upstream}'s {owner.__name__}"
@@ -217,21 +232,16 @@ def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
     elif torch_module._has_any_global_hook():
         return None
     else:
-        parts = _examined(block, entry).parts
+        known = known_of(block, ExaminedBlock)
+        if known is None:
+            known = examine(block, entry)
+            # A transform and a mode have put tensors in the places of parameters, which must not be kept.
+            if not modes.is_transformed() and not torch._C._len_torch_dispatch_stack():
+                known.keep()
+        parts = known.parts
     if isinstance(parts, BlockParts) and not parts.drops_probabilities and parts.dropout_p() > 0:
         return None
     return parts
-
-
-def _examined(block: nn.Module, entry: BlockEntry) -> ExaminedBlock:
-    """Examines a block if it has changed."""
-    known = known_of(block, ExaminedBlock)
-    if known is None:
-        known = examine(block, entry)
-        # A transform and a mode have put tensors in the places of parameters, which must not be kept.
-        if not modes.is_transformed() and not torch._C._len_torch_dispatch_stack():
-            known.keep()
-    return known
 
 
 def examine(block: nn.Module, entry: BlockEntry) -> ExaminedBlock:
@@ -256,7 +266,7 @@ def _parts_if_traced(block: nn.Module, entry: BlockEntry) -> Parts | None:
         modules += [
             module for module in block.modules() if type(module) not in _CALLED and module is not block
         ]
-    if any(is_watched(module) and not is_only_recorded(module) for module in modules):
+    if any(is_watched(module) and why_must_be_called(module) is not None for module in modules):
         return None
     return parts.prepared()
 
@@ -277,14 +287,121 @@ def why_not_now(block: nn.Module, entry: BlockEntry) -> str | None:
 
 
 def _why_other_parts(block: nn.Module, entry: BlockEntry, parts: Parts) -> str | None:
-    """Returns which module is not upstream's, or must be called, or None."""
-    for module in (*(module for module, _ in parts.bypassed()), *_holders(block, parts)):
-        reason = why_must_be_called(module)
-        if reason is not None and not is_only_recorded(module):
-            return f"{_path_of(block, module)} {reason}"
-        if type(module) not in PLAIN and (patch := patch_of(original_class(type(module)))) is not None:
-            return f"the forward of {_path_of(block, module)} is patched by {patch}"
-    for path, module in block.named_modules():
-        for name in module._modules.keys() & vars(module).keys():
-            return f"{path}.{name}".lstrip(".") + " is shadowed by an attribute of the module"
-    return _why_another_holder(block, entry, parts)
+    modules = [module for module, _ in parts.bypassed()] + _holders(block, parts)
+    reasons = (_why_noticed(block, module) for module in modules)
+    return (
+        next(filter(None, reasons), None)
+        or _why_shadowed(block, ("_modules",))
+        or _why_another_holder(block, entry, parts)
+    )
+
+
+def _why_noticed(root: nn.Module, module: nn.Module) -> str | None:
+    """Returns why somebody would notice that a module within another one is not called, or None."""
+    if (reason := why_must_be_called(module)) is not None:
+        return f"{_path_of(root, module)} {reason}"
+    kind = original_class(type(module))
+    if kind in _PLAIN or kind.forward is nn.Module.forward or (patch := patch_of(kind)) is None:
+        return None
+    return f"the forward of {_path_of(root, module)} is patched by {patch}"
+
+
+def _why_shadowed(root: nn.Module, members: tuple[str, ...]) -> str | None:
+    """Returns which member of a module within another one has an attribute in its place, or None."""
+    for path, module in root.named_modules():
+        for name in itertools.chain.from_iterable(getattr(module, kind) for kind in members):
+            if name in vars(module):
+                return f"{path}.{name}".lstrip(".") + " is shadowed by an attribute of the module"
+    return None
+
+
+# Whether a stage or a layer can run as one ----------------------------------------------------------------
+
+
+def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
+    """Returns why a stage or a layer cannot run as one now, or None."""
+    block = block_of(entry)
+    if (reason := why_another_forward(stage, block)) is not None:
+        return reason
+    if block.is_only_served and not all(p.device.type in ("cpu", "meta") for p in stage.parameters()):
+        return "is not served on a GPU, where PyTorch's products are most of it"
+    parts: Any = _built_parts(stage, entry)
+    if isinstance(parts, str):
+        return parts
+    blocks = [parts] if isinstance(parts, BlockParts) else parts.blocks
+    if any(each.pooling is not None for each in blocks):
+        return "its attention is linear, which no operator computes together with the rest of the layer"
+    reason = _why_other_modules(stage, entry)
+    if reason is None and isinstance(entry, StageEntry):
+        reason = entry.why_unsupported(stage)
+    return (
+        reason
+        or next(filter(None, map(_why_linears_unsupported, blocks)), None)
+        or _why_other_work(stage, parts)
+        or _why_tensors_unsupported(stage)
+        or (_why_stage_unsupported(parts) if isinstance(parts, StageParts) else None)
+    )
+
+
+def _why_other_modules(stage: nn.Module, entry: ServedEntry) -> str | None:
+    for path, block, block_entry in blocks_in(stage):
+        reason = why_another_forward(block, block_entry) or why_not_now(block, block_entry)
+        if reason is not None:
+            return f"{path} is not as upstream has it: {reason}" if path else reason
+    for module in itertools.islice(stage.modules(), 1, None):
+        kind = original_class(type(module))
+        if kind not in _PLAIN and not is_named(kind, entry.classes | FROZEN_BATCH_NORMS):
+            return f"{_path_of(stage, module)} {why_another_class(module)}"
+        if (reason := _why_noticed(stage, module)) is not None:
+            return reason
+    return _why_shadowed(stage, ("_parameters", "_buffers", "_modules"))
+
+
+def _why_other_work(stage: nn.Module, parts: StageParts | BlockParts) -> str | None:
+    """Returns which module within a stage does work that the served stage would not do, or None."""
+    known = set(parts.modules())
+    for path, module in stage.named_modules():
+        if module not in known and (isinstance(module, _WORKING) or type(module).__name__ in _WORKING_NAMES):
+            return f"{path} is a {class_name(type(module))}, which upstream does not have there"
+    return None
+
+
+def _why_stage_unsupported(parts: StageParts) -> str | None:
+    norms = [parts.batch_norm, *(norm for block in parts.blocks for _, norm in block.pairs())]
+    if any(norm is not None and norm.running_mean is None for norm in norms):
+        return "a BatchNorm has no running statistics"
+    reason = None if parts.last_norm is None else why_norms_unsupported(parts.last_norm)
+    if reason is not None:
+        return reason
+    if type(parts.conv) is not nn.Conv2d:
+        return f"the convolution of the embedding {why_another_class(parts.conv, 'Conv2d')}"
+    if not is_plain_embedding(parts.conv):
+        return (
+            "the convolution of the embedding is not the same in both directions, dense and padded by zeros"
+        )
+    return None
+
+
+#: Names for the linear layers.
+_LINEARS = ("Q", "K", "V", "the projection", "the first layer of the MLP", "the second layer of the MLP")
+
+
+def _why_linears_unsupported(parts: BlockParts) -> str | None:
+    for name, layer in zip(_LINEARS, parts.layers(), strict=True):
+        if type(layer) not in (nn.Linear, LinearInt8) or is_watched(layer):
+            return f"the linear layer of {name} {why_another_class(layer, 'a plain nn.Linear or LinearInt8')}"
+    return None
+
+
+def _why_tensors_unsupported(stage: nn.Module) -> str | None:
+    for path, module in stage.named_modules():
+        if (reason := why_tensors_not_plain(module)) is not None:
+            return f"{path} {reason}".lstrip()
+    quantized = [b for m in stage.modules() if isinstance(m, LinearInt8) for b in m.buffers()]
+    others = set(stage.buffers()).difference(quantized)  # scales are float32 whatever the dtype
+    tensors = [*stage.parameters(), *(b for b in others if b.is_floating_point())]
+    if len({t.dtype for t in tensors}) > 1 or len({t.device for t in (*tensors, *quantized)}) > 1:
+        return "its parameters and buffers are of several dtypes or on several devices"
+    if any(t.is_cuda and t.is_inference() for t in tensors):
+        return "its parameters were made in inference mode, where changes on a GPU cannot be noticed"
+    return None

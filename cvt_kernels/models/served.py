@@ -31,7 +31,7 @@ from ..records import TransformerBlock
 from .blocks import BlockEntry, BlockParts, ServedEntry, StageEntry
 from .class_token import is_stage_wanted
 from .forward import output_grid
-from .freezable import why_not_freezable
+from .matching import why_not_freezable
 from .stages import FoldedStage, bound, compute, fold, grid_of
 from .watching import Examined, known_of
 
@@ -154,22 +154,17 @@ def run_served(
     elif not stage.training:
         call = entry.call_of(args, kwargs)
         if call is not None and (frozen or serves_on(call[0].device)):
-            if has_gradient(stage, call[0]):
-                _warn_of_gradients(frozen)
-            else:
+            if not has_gradient(stage, call[0]):
                 served = tokens_served(stage, entry, *call)
                 result = None if served is None else entry.result(stage, *served)
+            elif frozen:
+                warnings.warn(
+                    "cvt_kernels: a frozen model was called where gradients are recorded, so that its blocks "
+                    "run one by one; call it within torch.inference_mode() or torch.no_grad()",
+                    RuntimeWarning,
+                    stacklevel=stacklevel_of_caller(),
+                )
     return own(stage, *args, **kwargs) if result is None else result
-
-
-def _warn_of_gradients(frozen: bool) -> None:
-    if frozen:
-        warnings.warn(
-            "cvt_kernels: a frozen model was called where gradients are recorded, so that its blocks "
-            "run one by one; call it within torch.inference_mode() or torch.no_grad()",
-            RuntimeWarning,
-            stacklevel=stacklevel_of_caller(),
-        )
 
 
 def serves_on(device: torch.device) -> bool:
@@ -221,26 +216,22 @@ def has_gradient(stage: nn.Module, x: Any) -> bool:
     return x.requires_grad or any(parameter.requires_grad for parameter in stage.parameters())
 
 
-def members_of_frozen(entry: ServedEntry) -> dict[str, Any]:
-    """Returns the members of the class of a frozen stage or layer, besides its forward."""
+def members(entry: ServedEntry, *, frozen: bool) -> dict[str, Any]:
+    """Returns the members of the class of a stage or layer that is served as one, besides its forward."""
 
     def served(stage: nn.Module) -> Any:
-        """Returns what a captured graph has read, which is another object after a change."""
+        """Returns what a captured graph has read, which is another object after a change.
+
+        None is where blocks run one by one, whose graph reads weights where they lie.
+        """
+        if not frozen:
+            on_device = serves_on(next(stage.parameters()).device)
+            if stage.training or torch.is_grad_enabled() or not on_device:
+                return None
         return _served_or_why_not(stage, entry)
 
-    return {"_cvt_kernels_served": served, ENTRY: entry, NUMBER: None}
-
-
-def members_in_evaluation(entry: ServedEntry) -> dict[str, Any]:
-    """Returns the same of a stage or layer that is served as one in evaluation."""
-
-    def served(stage: nn.Module) -> Any:
-        """Returns the same; None where blocks run one by one, whose graph reads weights where they lie."""
-        if stage.training or torch.is_grad_enabled() or not serves_on(next(stage.parameters()).device):
-            return None
-        return _served_or_why_not(stage, entry)
-
-    return {"_cvt_kernels_served": served, _SERVES: True}
+    marks = {ENTRY: entry, NUMBER: None} if frozen else {_SERVES: True}
+    return {"_cvt_kernels_served": served, **marks}
 
 
 # Under torch.compile ----------------------------------------------------------------------------------------
@@ -285,23 +276,21 @@ def _numbered(number: int) -> tuple[nn.Module, ServedEntry]:
 # The operators --------------------------------------------------------------------------------------------
 
 
-def _tokens_like(image: Tensor, number: int, tokens: int, channels: int) -> Tensor:
-    return image.new_empty(image.shape[0], tokens, channels)
-
-
-def _like(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 @graph_operator(
-    "frozen_stage", _tokens_like, schema="(Tensor image, int number, SymInt tokens, int channels) -> Tensor"
+    "frozen_stage",
+    lambda image, number, tokens, channels: image.new_empty(image.shape[0], tokens, channels),
+    schema="(Tensor image, int number, SymInt tokens, int channels) -> Tensor",
 )
 @torch.no_grad()
 def _frozen_stage(image: Tensor, number: int, tokens: int, channels: int) -> Tensor:
     return _run(number, image, None)
 
 
-@graph_operator("frozen_layer", _like, schema="(Tensor x, int number, SymInt height, SymInt width) -> Tensor")
+@graph_operator(
+    "frozen_layer",
+    lambda x, number, height, width: x.new_empty(x.shape),
+    schema="(Tensor x, int number, SymInt height, SymInt width) -> Tensor",
+)
 @torch.no_grad()
 def _frozen_layer(x: Tensor, number: int, height: int, width: int) -> Tensor:
     return _run(number, x, (height, width))
@@ -327,7 +316,7 @@ def _try_to_trace(stage: nn.Module, entry: ServedEntry, args: Any, kwargs: Mappi
     In training mode it is one operator too, which raises when called.
     """
     number = getattr(stage, NUMBER)
-    call = entry.call_of(args, kwargs)
+    call: Any = entry.call_of(args, kwargs)
     # An exported program may run anywhere, and so holds the model's own modules.
     if call is None or modes.is_exporting() or number is None or call[0].device.type != "cpu":
         return None
@@ -335,34 +324,21 @@ def _try_to_trace(stage: nn.Module, entry: ServedEntry, args: Any, kwargs: Mappi
         return None
     if _why_not_freezable(number) is not None or (not stage.training and has_gradient(stage, call[0])):
         return None
+    x, grid = call
     if isinstance(entry, BlockEntry):
-        return _trace_layer(stage, entry, number, *call)
-    return _trace_stage(stage, entry, number, call[0])
-
-
-def _trace_stage(stage: nn.Module, entry: StageEntry, number: int, image: Tensor) -> Any:
+        parts = entry.parts(stage)
+        like = parts.fc1.weight if parts.norm1.weight is None else parts.norm1.weight
+        if x.ndim != 3 or x.shape[2] != parts.fc1.weight.shape[1] or x.dtype != like.dtype:
+            return None
+        return entry.result(stage, _frozen_layer(x, number, *grid), grid)
     conv, class_token = entry.embedding(stage)
-    if image.ndim != 4 or image.shape[1] != conv.in_channels or image.dtype != conv.weight.dtype:
+    if x.ndim != 4 or x.shape[1] != conv.in_channels or x.dtype != conv.weight.dtype:
         return None  # its own forward says what is wrong
-    grid = output_grid(image, conv)
+    grid = output_grid(x, conv)
     if modes.is_known(grid[0] < 1) or modes.is_known(grid[1] < 1):
         return None
     count = grid[0] * grid[1] + (0 if class_token is None else class_token.shape[1])
-    tokens = _frozen_stage(image, number, count, conv.out_channels)
-    return entry.result(stage, tokens, grid)
-
-
-def _trace_layer(
-    layer: nn.Module, entry: BlockEntry, number: int, x: Tensor, grid: tuple[int, int] | None
-) -> Any:
-    parts = entry.parts(layer)
-    assert parts is not None
-    assert grid is not None
-    like = parts.fc1.weight if parts.norm1.weight is None else parts.norm1.weight
-    if x.ndim != 3 or x.shape[2] != parts.fc1.weight.shape[1] or x.dtype != like.dtype:
-        return None
-    tokens = _frozen_layer(x, number, *grid)
-    return entry.result(layer, tokens, grid)
+    return entry.result(stage, _frozen_stage(x, number, count, conv.out_channels), grid)
 
 
 def _why_not_freezable(number: int) -> str | None:

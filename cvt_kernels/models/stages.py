@@ -11,12 +11,14 @@ a CPU only, because dropped tokens would lack the biases of later blocks.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils import fuse_conv_bn_weights
 
 from .. import backends
 from ..ops.conv_embedding import conv_embedding
@@ -32,7 +34,7 @@ from ..records import (
     Reduction,
     TransformerBlock,
 )
-from .blocks import BlockParts, StageParts, wide
+from .blocks import StageParts, wide
 from .class_token import class_token_of
 from .forward import output_grid
 
@@ -42,10 +44,6 @@ _MLP_CHANNELS = 64
 #: tokens. That takes up to four launches fewer than the class token alone, of 3 µs or more on an H200, and
 #: 6.6 ns more for each token of 384 channels.
 _FEW_PRODUCTS = 2**27
-
-
-#: Operators that run one after the other.
-Steps = Sequence[Callable[[Tensor], Tensor]]
 
 
 class FoldedBlock(NamedTuple):
@@ -77,12 +75,8 @@ class FoldedStage(NamedTuple):
     conv_bias: Tensor | None
     norm_bias: Tensor | None
     class_token: Tensor | None
-    blocks: tuple[TransformerBlock, ...] | tuple[FoldedBlock, ...]
+    blocks: Sequence[TransformerBlock | FoldedBlock]
     are_one: bool = False
-
-    def operators(self) -> list[TransformerBlock]:
-        """Returns the blocks that are one operator."""
-        return [block for block in self.blocks if isinstance(block, TransformerBlock)]
 
 
 @torch.inference_mode(False)  # in which changes of tensors would not be counted
@@ -93,19 +87,23 @@ def fold(parts: StageParts, device_type: str) -> FoldedStage:
     norm_bias: Tensor | None = parts.norm.bias
     # A copy: swap_tensors refuses a tensor that has a view.
     token = None if parts.class_token is None else parts.class_token.flatten().clone()
-    blocks: tuple[TransformerBlock, ...] | tuple[FoldedBlock, ...]
+    operators = [block.as_operator() for block in parts.blocks]
+    blocks: Sequence[TransformerBlock | FoldedBlock] = operators
     are_one = device_type != "cpu" and _are_one_operator(parts)
-    if device_type == "cpu" or are_one or not all(block.branches for block in parts.blocks):
-        blocks = tuple(block.as_operator() for block in parts.blocks)
-    else:
-        blocks, due = _fold_blocks(parts)
+    if device_type != "cpu" and not are_one and all(block.convs for block in operators):
+        due = wide(parts.conv.weight.new_zeros(parts.conv.out_channels))  # still to come, from the end
+        blocks = []
+        for block in reversed(operators):
+            folded, due = _fold_block(block, due)
+            blocks.insert(0, folded)
         norm_bias = due if norm_bias is None else wide(norm_bias) + due
         token = None if token is None else wide(token) + due
-    return FoldedStage(parts, _as_read(weight), bias, norm_bias, token, blocks, are_one)
+    if weight.shape[1] >= 8:  # as maps are read, but not images of few channels
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    return FoldedStage(parts, weight, bias, norm_bias, token, blocks, are_one)
 
 
 def _are_one_operator(parts: StageParts) -> bool:
-    """Returns whether all blocks together are served by ``transformer_blocks`` on this GPU."""
     x = parts.conv.weight.new_empty(1, 1, parts.conv.out_channels)
     if backends.why_unavailable("transformer_blocks", "gluon", x.device.type) is not None:
         return False
@@ -115,19 +113,8 @@ def _are_one_operator(parts: StageParts) -> bool:
     return all(why_not_in_gluon(x, (1, 1), block) is None for block in blocks)
 
 
-def _fold_blocks(parts: StageParts) -> tuple[tuple[FoldedBlock, ...], Tensor]:
-    """Returns the blocks as they are served in launches, and the biases of the stream before, in float32."""
-    due = wide(parts.conv.weight.new_zeros(parts.conv.out_channels))  # still to come, from the end
-    blocks: list[FoldedBlock] = []
-    for block in reversed(parts.blocks):
-        folded, due = _fold_block(block, due)
-        blocks.insert(0, folded)
-    return tuple(blocks), due
-
-
-def _fold_block(parts: BlockParts, due: Tensor) -> tuple[FoldedBlock, Tensor]:
-    """Returns a block as it is served, and the biases that the stream must have before it."""
-    block = parts.as_operator()
+def _fold_block(block: TransformerBlock, due: Tensor) -> tuple[FoldedBlock, Tensor]:
+    """Returns a block as it is served, and the biases that the stream must have before it, in float32."""
     proj, fc2 = block.proj, block.fc2
     if not _has_one_mlp(block):
         fc2, due = _without_bias(fc2, due)
@@ -144,32 +131,21 @@ def _without_bias(layer: AnyLinear, due: Tensor) -> tuple[AnyLinear, Tensor]:
 
 
 def _has_one_mlp(block: TransformerBlock) -> bool:
-    """Returns whether the MLP is one operator."""
     is_quantized = isinstance(block.fc1, QuantizedLinear) or isinstance(block.fc2, QuantizedLinear)
     return block.fc2.weight.shape[0] <= _MLP_CHANNELS and not is_quantized
-
-
-def _as_read(weight: Tensor) -> Tensor:
-    """Returns the weight of a convolution, channels last except for images of few channels."""
-    return weight.contiguous(memory_format=torch.channels_last) if weight.shape[1] >= 8 else weight
 
 
 def _fold_batch_norm(parts: StageParts) -> tuple[Tensor, Tensor | None]:
     weight, bias, norm = parts.conv.weight, parts.conv.bias, parts.batch_norm
     if norm is None:
         return weight, bias
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    scale = (wide(norm.running_var) + norm.eps).rsqrt()
-    if norm.weight is not None:
-        scale = scale * norm.weight
-    shift = (0 if bias is None else bias) - wide(norm.running_mean)
-    shift = shift * scale + (0 if norm.bias is None else norm.bias)
-    return (scale[:, None, None, None] * weight).to(weight.dtype), shift.to(weight.dtype)
+    tensors = weight, bias, norm.running_mean, norm.running_var, norm.weight, norm.bias
+    values: list[Any] = [None if tensor is None else wide(tensor) for tensor in tensors]
+    folded, shift = fuse_conv_bn_weights(*values[:4], norm.eps, *values[4:])
+    return folded.detach().to(weight.dtype), shift.detach().to(weight.dtype)
 
 
 def _embedding_of(stage: FoldedStage) -> dict[str, Any]:
-    """Returns the arguments of ``conv_embedding`` besides the image."""
     conv, norm = stage.parts.conv, stage.parts.norm
     return {
         "weight": stage.conv_weight,
@@ -183,74 +159,58 @@ def _embedding_of(stage: FoldedStage) -> dict[str, Any]:
     }
 
 
-def _embed(stage: FoldedStage, image: Tensor) -> Tensor:
-    return conv_embedding(image, **_embedding_of(stage))
+# The steps ------------------------------------------------------------------------------------------------
+
+#: Computes tokens, from images or from the tokens of the step before.
+Step = Callable[[Tensor], Tensor]
 
 
-def _are_images(stage: FoldedStage, x: Tensor) -> bool:
-    """Returns whether a stage takes images or maps (B, C, H, W) like these."""
-    weight = stage.conv_weight
-    if (x.dtype, x.device, x.ndim) != (weight.dtype, weight.device, 4) or x.shape[1] != weight.shape[1]:
-        return False
-    ratios = [_ratio_of(block) for block in stage.operators()]
-    return min(output_grid(x, stage.parts.conv)) >= max(ratios, default=1)
+@dataclasses.dataclass(frozen=True)
+class _Operator:
+    """An operator as a step, with what it takes besides the tokens."""
+
+    name: str
+    function: Callable[..., Tensor]
+    arguments: tuple[Any, ...]
+    settings: dict[str, Any]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x, *self.arguments, **self.settings)
+
+    def bound(self, x: Tensor) -> Step | None:
+        """Returns the step bound to its parameters, for tensors like x; None for a block that cannot be."""
+        operator: Any = backends.operators[self.name]
+        step: Step | None = operator.bound(operator.bind(x, *self.arguments, **self.settings))
+        return self if step is None and self.name != "transformer_block" else step
 
 
-def _compute_stage(
-    stage: FoldedStage, image: Tensor, grid: tuple[int, int], class_token_only: bool
-) -> Tensor:
-    return _normalize_last(stage, _serve_blocks(stage, _embed(stage, image), grid, class_token_only))
-
-
-def _normalize_last(stage: FoldedStage, stream: Tensor) -> Tensor:
-    norm = stage.parts.last_norm
-    return stream if norm is None else layer_norm(stream, norm.weight, norm.bias, eps=norm.eps)
-
-
-def _bound_stage(
-    stage: FoldedStage, image: Tensor, stream: Tensor, grid: tuple[int, int], class_token_only: bool
-) -> Steps | None:
-    operators: Any = backends.operators
-    embedding, block, norm = (
-        operators[name] for name in ("conv_embedding", "transformer_block", "layer_norm")
-    )
-    steps = [
-        embedding.bound(embedding.bind(image, **_embedding_of(stage))) or functools.partial(_embed, stage)
-    ]
-    for each, parts in zip(stage.blocks, stage.parts.blocks, strict=True):
-        if not isinstance(each, TransformerBlock) or parts.token_keep != 1:
-            return None
-        rows = class_token_of(stream) if class_token_only and each is stage.blocks[-1] else None
-        steps.append(block.bound(block.bind(stream, grid, each, rows=rows, inplace=bool(each.convs))))
-    last = stage.parts.last_norm
-    if last is not None:
-        call = norm.bind(stream, last.weight, last.bias, eps=last.eps)
-        steps.append(norm.bound(call) or functools.partial(_normalize_last, stage))
-    return None if None in steps else steps
-
-
-def _serve_blocks(
-    stage: FoldedStage, stream: Tensor, grid: tuple[int, int], class_token_only: bool
-) -> Tensor:
-    """Computes all blocks, the last one perhaps for the class token only."""
-    blocks: Sequence[TransformerBlock | FoldedBlock] = stage.blocks
-    if stage.are_one:
-        return _serve_as_one(stage.operators(), stream, grid, class_token_only)
-    rows = None
-    for block, parts in zip(blocks, stage.parts.blocks, strict=True):
-        only = class_token_only and block is blocks[-1]
-        if not isinstance(block, TransformerBlock):
-            stream = _serve_in_launches(block, stream, grid, only)
-        elif parts.token_keep == 1 or only:
-            rows = class_token_of(stream) if only else rows
-            stream = transformer_block(stream, grid, block, rows=rows, inplace=bool(block.convs))
-        else:
-            stream, rows = _serve_and_drop(block, stream, grid, rows, stage.parts, parts)
-    return stream
+def _steps_of(
+    form: FoldedStage | TransformerBlock, x: Tensor, grid: tuple[int, int], class_token_only: bool
+) -> list[Step]:
+    rows = class_token_of(x) if class_token_only else None
+    if isinstance(form, TransformerBlock):
+        return [_Operator("transformer_block", transformer_block, (grid, form), {"rows": rows})]
+    steps: list[Step] = [_Operator("conv_embedding", conv_embedding, (), _embedding_of(form))]
+    if form.are_one:
+        steps.append(functools.partial(_serve_as_one, form.blocks, grid, class_token_only))
+    elif any(block.token_keep != 1 for block in form.parts.blocks):
+        steps.append(functools.partial(_serve_and_drop, form, grid, class_token_only))
+    else:
+        for block in form.blocks:
+            is_last = block is form.blocks[-1]
+            if isinstance(block, TransformerBlock):
+                settings = {"rows": rows if is_last else None, "inplace": bool(block.convs)}
+                steps.append(_Operator("transformer_block", transformer_block, (grid, block), settings))
+            else:
+                steps.append(functools.partial(_serve_in_launches, block, grid, class_token_only and is_last))
+    norm = form.parts.last_norm
+    if norm is not None:
+        steps.append(_Operator("layer_norm", layer_norm, (norm.weight, norm.bias), {"eps": norm.eps}))
+    return steps
 
 
 def _serve_as_one(
-    blocks: Sequence[TransformerBlock], stream: Tensor, grid: tuple[int, int], class_token_only: bool
+    blocks: Sequence[Any], grid: tuple[int, int], class_token_only: bool, stream: Tensor
 ) -> Tensor:
     """Computes all blocks in the place of the stream, the last one perhaps for the class token only."""
     class_token_only = class_token_only and stream.numel() * stream.shape[2] > _FEW_PRODUCTS
@@ -258,28 +218,35 @@ def _serve_as_one(
     if together:
         stream = transformer_blocks(stream, grid, together, inplace=True)
     if class_token_only:
-        stream = _serve_in_launches(FoldedBlock(blocks[-1], None, None), stream, grid, True)
+        stream = _serve_in_launches(FoldedBlock(blocks[-1], None, None), grid, True, stream)
     return stream
 
 
 def _serve_and_drop(
-    block: TransformerBlock,
-    stream: Tensor,
-    grid: tuple[int, int],
-    rows: Tensor | None,
-    stage: StageParts,
-    parts: BlockParts,
-) -> tuple[Tensor, Tensor]:
-    """Computes a block in the place of the stream; returns it, and the tokens that stay after it."""
-    stream, received = transformer_block(stream, grid, block, rows=rows, scores=parts.pool, inplace=True)
-    scores = scores_of_tokens(received, grid, block.convs[1].stride)
-    class_token = stage.class_token is not None
-    bounds = stage.token_keep_bounds
-    return stream, select_tokens(scores, rows, parts.token_keep, bounds, class_token=class_token)
+    stage: FoldedStage, grid: tuple[int, int], class_token_only: bool, stream: Tensor
+) -> Tensor:
+    """Computes the blocks of a stage in the place of the stream, each for the tokens that stay before it."""
+    rows, bounds = None, stage.parts.token_keep_bounds
+    for block, parts in zip(stage.blocks, stage.parts.blocks, strict=True):
+        assert isinstance(block, TransformerBlock)
+        settings: dict[str, Any] = {"inplace": True}
+        if class_token_only and block is stage.blocks[-1]:
+            rows = class_token_of(stream)
+        elif parts.token_keep != 1:
+            settings["scores"] = parts.pool
+        out: Any = transformer_block(stream, grid, block, rows=rows, **settings)
+        if "scores" not in settings:
+            stream = out
+            continue
+        stream, received = out
+        scores = scores_of_tokens(received, grid, block.convs[1].stride)
+        class_token = stage.class_token is not None
+        rows = select_tokens(scores, rows, parts.token_keep, bounds, class_token=class_token)
+    return stream
 
 
 def _serve_in_launches(
-    block: FoldedBlock, stream: Tensor, grid: tuple[int, int], class_token_only: bool
+    block: FoldedBlock, grid: tuple[int, int], class_token_only: bool, stream: Tensor
 ) -> Tensor:
     """Computes a block, in the place of the stream unless it is for the class token only."""
     return compute_within_stage(
@@ -299,10 +266,14 @@ def grid_of(
     form: FoldedStage | TransformerBlock, x: Tensor, grid: tuple[Any, Any] | None
 ) -> tuple[int, int] | None:
     """Returns the grid of the result; None where x is not what a stage, or a layer with this grid, takes."""
-    if isinstance(form, FoldedStage):
-        return output_grid(x, form.parts.conv) if _are_images(form, x) else None
-    assert grid is not None
-    return grid if _are_tokens(form, x, grid) else None
+    if isinstance(form, TransformerBlock):
+        assert grid is not None
+        return grid if _are_tokens(form, x, grid) else None
+    weight = form.conv_weight
+    if (x.dtype, x.device, x.ndim) != (weight.dtype, weight.device, 4) or x.shape[1] != weight.shape[1]:
+        return None
+    made = output_grid(x, form.parts.conv)
+    return made if min(made) >= max(map(_ratio_of, form.blocks), default=1) else None
 
 
 def compute(
@@ -313,9 +284,9 @@ def compute(
     With ``class_token_only`` nobody reads other tokens behind the last block of a stage, or behind a layer.
     The result is a tensor of its own, since others may hold ``x``.
     """
-    if isinstance(form, FoldedStage):
-        return _compute_stage(form, x, grid, class_token_only)
-    return transformer_block(x, grid, form, rows=class_token_of(x) if class_token_only else None)
+    for step in _steps_of(form, x, grid, class_token_only):
+        x = step(x)
+    return x
 
 
 def bound(
@@ -324,22 +295,15 @@ def bound(
     out: Tensor,
     grid: tuple[int, int],
     class_token_only: bool,
-) -> Steps | None:
-    """Returns the operators of a stage or layer, bound to their parameters; None if one cannot be.
+) -> Sequence[Step] | None:
+    """Returns the steps of :func:`compute`, bound to their parameters; None if one cannot be.
 
-    Args:
-        form: The stage or the layer.
-        x: An input that has been served.
-        out: Tokens like its result.
-        grid: Their grid.
-        class_token_only: As for :func:`compute`.
+    ``x`` is an input that has been served, ``out`` its result.
     """
-    if isinstance(form, FoldedStage):
-        return _bound_stage(form, x, out, grid, class_token_only)
-    operator: Any = backends.operators["transformer_block"]
-    rows = class_token_of(x) if class_token_only else None
-    step = operator.bound(operator.bind(x, grid, form, rows=rows))
-    return None if step is None else [step]
+    steps: list[Step | None] = []
+    for step in _steps_of(form, x, grid, class_token_only):
+        steps.append(step.bound(out if steps else x) if isinstance(step, _Operator) else None)
+    return None if None in steps else cast(list[Step], steps)
 
 
 def _are_tokens(block: TransformerBlock, x: Tensor, grid: tuple[Any, Any]) -> bool:
@@ -353,6 +317,7 @@ def _are_tokens(block: TransformerBlock, x: Tensor, grid: tuple[Any, Any]) -> bo
     return x.shape[1] == grid[0] * grid[1] and min(grid) >= _ratio_of(block)
 
 
-def _ratio_of(block: TransformerBlock) -> int:
+def _ratio_of(block: TransformerBlock | FoldedBlock) -> int:
     """Returns the least height and width of the tokens of a block."""
-    return block.reduce.weight.shape[3] if isinstance(block.reduce, Reduction) else 1
+    reduction = block.reduce if isinstance(block, TransformerBlock) else None
+    return reduction.weight.shape[3] if isinstance(reduction, Reduction) else 1

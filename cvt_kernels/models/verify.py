@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import io
 import logging
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -21,9 +24,9 @@ from ..modes import autocast_dtype
 from ..tuning import accuracy, clock
 from ..tuning.accuracy import GRADIENT_FACTOR, VALUE_FACTOR
 from . import accelerate, give_classes_back
+from .blocks import is_stochastic_depth
 from .coverage import call_model, check_inputs, coverage, tensors_in, unwrapped
-from .freezable import find_stages
-from .matching import find_blocks
+from .matching import find_blocks, find_stages
 from .served import is_frozen, is_serving
 
 #: The factor for the difference between the two models in a step with dropout, where the exact result is
@@ -255,23 +258,27 @@ def verify(
         for _, block, entry in find_blocks(model)
     ):
         model = accelerate(copy.deepcopy(model))
-    accelerated = accelerate(_unfrozen(copy.deepcopy(model)), freeze=False)
+    stages = _served_paths(model)
+    serving = copy.deepcopy(model) if stages else None
+    accelerated = copy.deepcopy(model)
+    for path in stages:
+        stage = accelerated.get_submodule(path)
+        stage.__class__ = original_class(type(stage))
+    accelerate(accelerated, freeze=False)
     eager = give_classes_back(copy.deepcopy(model))
     exact = _in_float64(give_classes_back(copy.deepcopy(model)))
-    stages = _frozen_paths(model)
-    serving = copy.deepcopy(model) if stages else None
+    wide = _mapped(lambda t: t.double() if t.is_floating_point() else t, inputs)
+    paths = tuple(dict.fromkeys(("", *stages, *(path for path, _, _ in find_blocks(model)))))
     runs = [
-        _Run(accelerated, inputs, requested_backends(), stages, serving),
-        _Run(eager, inputs, ("reference",), stages),
+        _Run(accelerated, inputs, requested_backends(), paths, serving),
+        _Run(eager, inputs, ("reference",), paths),
     ]
-    oracle = _Run(
-        exact, _mapped(lambda t: t.double() if t.is_floating_point() else t, inputs), ("reference",), stages
-    )
+    oracle = _Run(exact, wide, ("reference",), paths)
     cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     # Each model is recorded, and both are timed, in evaluation and training, after a run that warms up.
-    bar = _Progress(3 + (2 if evaluation_only else 4) * (rounds + 1), progress)
+    total = 3 + (2 if evaluation_only else 4) * (rounds + 1)
     random = training = None
-    with torch.random.fork_rng(devices=cuda), bar:
+    with torch.random.fork_rng(devices=cuda), _bar_of(total, progress) as bar:
         samples = _samples(runs, oracle, bar, evaluation_only)
         if not evaluation_only and _random_modules(model):
             random = _random_difference(*runs)
@@ -285,49 +292,26 @@ def verify(
     return Verification(heading, tuple(layers), len(samples[0]), random, evaluation, training)
 
 
-class _Progress:
-    """The progress over a number of runs: a bar on a terminal, and a line of the log for each run."""
+def _bar_of(total: int, shown: bool) -> Any:
+    """Returns a bar over a number of runs; it is drawn on a terminal only."""
+    from tqdm import tqdm  # not needed where nothing is verified
 
-    def __init__(self, total: int, shown: bool) -> None:
-        from tqdm import tqdm  # not needed where nothing is verified
-
-        # None: unless on a terminal.
-        self._bar = tqdm(total=total, desc="verify", unit="run", leave=False, disable=None if shown else True)
-        self._total, self._done, self._start = total, 0, time.perf_counter()
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._bar.close()
-
-    def extend(self, runs: int) -> None:
-        """Adds runs."""
-        self._total += runs
-        self._bar.total = self._total
-
-    def update(self) -> None:
-        """Says that a run has ended."""
-        self._done += 1
-        self._bar.update()
-        seconds = time.perf_counter() - self._start
-        _logger.info("verify: run %d of %d, after %.0f seconds", self._done, self._total, seconds)
+    file = sys.stderr if shown and sys.stderr.isatty() else io.StringIO()
+    return tqdm(total=total, desc="verify", unit="run", leave=False, file=file, disable=False)
 
 
-def _frozen_paths(model: nn.Module) -> tuple[str, ...]:
-    """Returns the paths of the frozen stages and layers of a model."""
-    return tuple(path for path, stage, _ in find_stages(model) if is_frozen(stage) or is_serving(stage))
+def _note_run(bar: Any) -> None:
+    bar.update()
+    _logger.info(
+        "verify: run %d of %d, after %.0f seconds", bar.n, bar.total, time.perf_counter() - bar.start_t
+    )
 
 
-def _unfrozen(model: nn.Module) -> nn.Module:
-    """Gives the stages and layers of a model their own classes back, in place; other blocks stay."""
-    for _, stage, _ in find_stages(model):
-        stage.__class__ = original_class(type(stage))
-    return model
+def _served_paths(model: nn.Module) -> list[str]:
+    return [path for path, stage, _ in find_stages(model) if is_frozen(stage) or is_serving(stage)]
 
 
 def _in_float64(model: nn.Module) -> nn.Module:
-    """Turns a model into float64, with exact gradients."""
     for module in model.modules():
         if isinstance(module, nn.LayerNorm) and type(module).__name__ == "LayerNorm":
             module.__class__ = nn.LayerNorm  # Microsoft's would cast to float32, and fail on its weights
@@ -347,13 +331,8 @@ def _straighten_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
 
 
 def _random_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns what draws random numbers in training: dropout, and every project's own drop path."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.modules.dropout._DropoutNd)
-        or type(module).__name__.endswith(("DropPath", "StochasticDepth"))
-    ]
+    dropouts = nn.modules.dropout._DropoutNd
+    return [each for each in model.modules() if isinstance(each, dropouts) or is_stochastic_depth(each)]
 
 
 #: What is compared of a block: fields of :class:`LayerErrors`.
@@ -366,7 +345,7 @@ _Record = dict[tuple[str, str], dict[str, Tensor]]
 class _Run:
     """One of the models, with its inputs and the backends that it asks for.
 
-    ``stages`` are the paths of frozen stages and layers, and ``serving`` is the model with these frozen.
+    ``paths`` are those of what is compared, and ``serving`` is the model with its stages and layers frozen.
     """
 
     def __init__(
@@ -374,11 +353,11 @@ class _Run:
         model: nn.Module,
         inputs: Any,
         backends: tuple[Backend, ...],
-        stages: tuple[str, ...],
+        paths: tuple[str, ...],
         serving: nn.Module | None = None,
     ):
-        self.model, self.inputs, self.backends = model, inputs, backends
-        self.stages, self.serving = stages, serving
+        self.model, self.inputs, self.backends, self.paths = model, inputs, backends, paths
+        self.serving = serving
         if not model.training:
             model.train()
         self.modes = [(module, module.training) for module in model.modules()]
@@ -412,15 +391,8 @@ class _Run:
         with requesting(*self.backends):
             return call_model(model, self.inputs)
 
-    def nudged(self, seed: int) -> _Run:
-        """Returns the same run with other roundings in the inputs, by a seed."""
-        return self._of(lambda t: _nudge(seed, t) if t.is_floating_point() else t)
-
-    def of_few_images(self, images: int) -> _Run:
-        """Returns the same run on the first few of so many images."""
-        return self._of(lambda t: t[:_FEW_IMAGES] if t.ndim and len(t) == images else t)
-
-    def _of(self, function: Callable[[Tensor], Tensor]) -> _Run:
+    def of(self, function: Callable[[Tensor], Tensor]) -> _Run:
+        """Returns the same run with ``function`` applied to its inputs."""
         run = copy.copy(self)
         run.inputs = _mapped(function, self.inputs)
         return run
@@ -430,9 +402,8 @@ class _Run:
         with torch.no_grad():
             for buffer, first in self.buffers:
                 buffer.copy_(first)
-        paths = dict.fromkeys(("", *self.stages, *(row.path for row in coverage(self.model))))
         record: _Record = {}
-        with _outputs_of(self.model, paths) as seen:
+        with _outputs_of(self.model, self.paths) as seen:
             if evaluation:
                 self._evaluate(self.model)
                 record |= {("evaluation", path): outputs for path, outputs in seen.items()}
@@ -440,10 +411,10 @@ class _Run:
                 self.train(random=False)
                 record |= {("training", path): outputs for path, outputs in seen.items()}
         if self.serving is not None and evaluation:
-            with _outputs_of(self.serving, ("", *self.stages)) as seen:
+            with _outputs_of(self.serving, ["", *_served_paths(self.serving)]) as seen:
                 self._evaluate(self.serving)
             record |= {("evaluation", path): outputs for path, outputs in seen.items()}
-        for path in paths if training else ():
+        for path in self.paths if training else ():
             block = self.model.get_submodule(path)
             record["gradients", path] = _detached(
                 (name, torch.zeros_like(p) if p.grad is None else p.grad)
@@ -474,7 +445,6 @@ def _outputs_of(model: nn.Module, paths: Iterable[str]) -> Iterator[dict[str, di
 
 
 def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Returns inputs with ``function`` applied to their tensors."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -489,6 +459,8 @@ def _nudge(seed: int, tensor: Tensor) -> Tensor:
     Equal images stay equal. Under autocast the units are its dtype's if they are larger, because its first
     cast would round smaller differences away.
     """
+    if not tensor.is_floating_point():
+        return tensor
     generator = torch.Generator().manual_seed(seed)
     steps = torch.randint(-1, 2, tensor.shape[1:], generator=generator).to(tensor)
     dtypes = tensor.dtype, autocast_dtype(tensor) or tensor.dtype
@@ -500,7 +472,6 @@ def _detached(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _outputs(value: Any) -> dict[str, Tensor]:
-    """Returns copies of the tensors in what a module returned, by their numbers."""
     return _detached((str(i), t) for i, t in enumerate(tensors_in(value)))
 
 
@@ -522,28 +493,34 @@ class _Sample(NamedTuple):
 _Errors = dict[tuple[str, str], _Sample]
 
 
-def _samples(runs: list[_Run], oracle: _Run, bar: _Progress, evaluation_only: bool) -> list[list[_Errors]]:
+def _samples(runs: list[_Run], oracle: _Run, bar: Any, evaluation_only: bool) -> list[list[_Errors]]:
     """Returns the errors of each model's run, or of more runs where chance may have made one too large."""
 
     def record(run: _Run, **parts: bool) -> _Record:
         record = run.record(**parts)
-        bar.update()
+        _note_run(bar)
         return record
+
+    def errors_of(record: _Record) -> _Errors:
+        places = [place for place, oracle in exact.items() if oracle and place in record]
+        return {place: _sample(record[place], exact[place]) for place in places}
 
     wanted = {"training": not evaluation_only}
     first = [record(run, **wanted) for run in runs]
     images = None if not evaluation_only else _images_of(oracle.inputs, first[0])
-    exact = record(oracle if images is None else oracle.of_few_images(images), **wanted)
-    samples = [[_errors(made, exact)] for made in first]
+    if images is not None:
+        oracle = oracle.of(lambda t: t[:_FEW_IMAGES] if t.ndim and len(t) == images else t)
+    exact = record(oracle, **wanted)
+    samples = [[errors_of(made)] for made in first]
     del first
-    errors = {place: _error(*place, *samples) for place in samples[0][0]}
-    failed = {place: error for place, error in errors.items() if not error.passed}
+    failed = {place: error for place in samples[0][0] if not (error := _error(*place, *samples)).passed}
     if failed and all(error.accelerated <= _LUCK * error.allowed for error in failed.values()):
         names = {name for name, _ in failed}
         parts = {"evaluation": "evaluation" in names, "training": names != {"evaluation"}}
-        bar.extend(len(runs) * _MORE_RUNS)
+        bar.total += len(runs) * _MORE_RUNS
         for run, known in zip(runs, samples, strict=True):
-            known += [_errors(record(run.nudged(seed), **parts), exact) for seed in range(_MORE_RUNS)]
+            for seed in range(_MORE_RUNS):
+                known.append(errors_of(record(run.of(functools.partial(_nudge, seed)), **parts)))
     return samples
 
 
@@ -552,13 +529,6 @@ def _images_of(inputs: Any, record: _Record) -> int | None:
     outputs = [t for tensors in record.values() for t in tensors.values()]
     sizes = {t.shape[0] if t.ndim else None for t in (*tensors_in(inputs), *outputs)}
     return sizes.pop() if len(sizes) == 1 else None
-
-
-def _errors(record: _Record, exact: _Record) -> _Errors:
-    """Returns the errors of a run wherever there is something to compare."""
-    return {
-        place: _sample(record[place], oracle) for place, oracle in exact.items() if oracle and place in record
-    }
 
 
 def _sample(results: dict[str, Tensor], oracle: dict[str, Tensor]) -> _Sample:
@@ -603,7 +573,6 @@ def _error(name: str, path: str, accelerated: list[_Errors], eager: list[_Errors
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    """Returns the largest absolute value, NaN if there is one."""
     return torch.stack([t.abs().max() for t in tensors if t.numel()]).max().item()
 
 
@@ -616,10 +585,9 @@ def _random_difference(accelerated: _Run, eager: _Run) -> float:
     return _largest(a.double() - b.double() for a, b in zip(ours, theirs, strict=True)) / _largest(theirs)
 
 
-def _speed(functions: list[Callable[[], Any]], rounds: int, model: nn.Module, bar: _Progress) -> Speed:
-    """Returns the median seconds of two functions, run in turns where the model is."""
+def _speed(functions: list[Callable[[], Any]], rounds: int, model: nn.Module, bar: Any) -> Speed:
     device = next(model.parameters()).device
-    ours, theirs = clock.times_in_turns(functions, rounds, device, before_run=lambda i: bar.update())
+    ours, theirs = clock.times_in_turns(functions, rounds, device, before_run=lambda i: _note_run(bar))
     return Speed(ours.median, theirs.median, ours.is_disturbed or theirs.is_disturbed)
 
 

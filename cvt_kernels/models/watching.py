@@ -1,10 +1,12 @@
-"""Modules that are replaced instead of called: who else watches them, and what is known until they change."""
+"""Modules that are not called: who watches them, what they know of a call, what is known till they change."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from ..ops.linear_int8.modules import LinearInt8
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Returns whether :func:`why_must_be_called` has a reason; faster than finding it."""
+    """Returns whether a module must be called, or has any hook; faster than :func:`why_must_be_called`."""
     if module._forward_hooks or module._forward_pre_hooks:
         return True
     if "forward" in module.__dict__ and has_another_forward(module):
@@ -57,8 +59,13 @@ def why_tensors_not_plain(module: nn.Module) -> str | None:
 
 
 def why_must_be_called(module: nn.Module) -> str | None:
-    """Returns why a module must be called, such as hooks or patches, or None."""
-    if module._forward_hooks or module._forward_pre_hooks:
+    """Returns why a module must be called, such as hooks or patches, or None.
+
+    Hooks by which transformers records attention maps are none: they stay in a model once outputs have been
+    recorded, and find no maps where a block runs fused.
+    """
+    hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+    if not all(map(records_attentions, hooks)):
         return "has forward hooks"
     if module._backward_hooks or module._backward_pre_hooks:
         return "has backward hooks"
@@ -69,22 +76,6 @@ def why_must_be_called(module: nn.Module) -> str | None:
     if _is_patched(type(module)):
         return f"has a forward that is patched by {patch_of(type(module))}"
     return None
-
-
-def is_only_recorded(module: nn.Module) -> bool:
-    """Returns whether a module's only hooks are output recorders that get nothing from it."""
-    others = module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    if any(others) or has_another_forward(module) or _is_patched(type(module)):
-        return False
-    return not torch_module._has_any_global_hook() and not _is_noticed(module._forward_hooks)
-
-
-def _is_noticed(hooks: Mapping[int, Any]) -> bool:
-    """Returns whether there is a hook other than those by which transformers records attention maps.
-
-    These stay in a model once outputs have been recorded, and find no maps where a block runs fused.
-    """
-    return not all(map(records_attentions, hooks.values()))
 
 
 def patch_of(cls: type) -> str | None:
@@ -121,6 +112,27 @@ _FORWARDS = {cls: cls.forward if patch_of(cls) is None else None for cls in BYPA
 def _is_patched(cls: Any) -> bool:
     """Returns whether the forward of a bypassed class is patched; faster than :func:`patch_of`."""
     return cls in _FORWARDS and cls.forward is not _FORWARDS[cls]
+
+
+# What modules know of a call ------------------------------------------------------------------------------
+
+
+class Told(threading.local):
+    """Modules of the model that runs in this thread that have been told something of its call."""
+
+    modules: tuple[Any, ...] = ()
+
+    def __contains__(self, module: Any) -> bool:
+        return any(each is module for each in self.modules)
+
+    @contextlib.contextmanager
+    def within(self, *modules: Any) -> Iterator[None]:
+        """Tells modules, and no others, within a block."""
+        before, self.modules = self.modules, modules
+        try:
+            yield
+        finally:
+            self.modules = before
 
 
 # A module that was examined -------------------------------------------------------------------------------

@@ -14,10 +14,20 @@ from torch import Tensor, nn
 
 from .. import checks
 from ..messages import aligned
-from ..ops.linear_int8 import check_format
-from ..ops.linear_int8.modules import QuantizedLayer, put_back, refuse_to_save, replace
+from ..models.blocks import why_another_class
+from ..models.families import MODELS
+from ..models.matching import blocks_in, model_name, why_mismatched
+from ..models.watching import why_must_be_called
+from ..ops.linear_int8 import MOST_INPUTS, check_format
+from ..ops.linear_int8.modules import (
+    ConvInt8,
+    LinearInt8,
+    QuantizedLayer,
+    put_back,
+    refuse_to_save,
+    replace,
+)
 from .calibration import sqnr_of_layers
-from .layers import Layer, find_layers, quantized
 
 __all__ = ["QuantizationReport", "QuantizedLayerReport", "quantize", "unquantize"]
 
@@ -104,10 +114,10 @@ def quantize(
     checks.check_number("min_sqnr", min_sqnr, "a number of dB")
     checks.check_flag("embeddings", embeddings)
     checks.check_flag("progress", progress)
-    layers = find_layers(model, embeddings=embeddings)
+    layers = _find_layers(model, embeddings=embeddings)
     _check_state(model)
     layers = _without(layers, keep_float)
-    made = {layer.path: quantized(layer, dtype) for layer in layers if layer.reason is None}
+    made = {layer.path: _quantized(layer, dtype) for layer in layers if layer.reason is None}
     _check_any(layers)
     measured: dict[str, float | None] = {}
     if calibration is not None:
@@ -122,7 +132,7 @@ def quantize(
     return QuantizationReport(_row(layer, measured, dtype) for layer in layers)
 
 
-def _check_any(layers: list[Layer]) -> None:
+def _check_any(layers: list[_Layer]) -> None:
     if all(layer.reason is not None for layer in layers):
         raise ValueError(
             f"model: none of its {len(layers)} layers can be quantized; "
@@ -130,7 +140,7 @@ def _check_any(layers: list[Layer]) -> None:
         )
 
 
-def _unless_worse(layer: Layer, measured: Mapping[str, float | None], least: float) -> Layer:
+def _unless_worse(layer: _Layer, measured: Mapping[str, float | None], least: float) -> _Layer:
     """Returns a layer, with the reason that it stays if its SQNR is less than ``least``."""
     sqnr = None if layer.reason is not None else measured[layer.path]
     if sqnr is None or sqnr >= least:
@@ -159,7 +169,7 @@ def _check_state(model: nn.Module) -> None:
             )
 
 
-def _without(layers: list[Layer], patterns: Sequence[str]) -> list[Layer]:
+def _without(layers: list[_Layer], patterns: Sequence[str]) -> list[_Layer]:
     """Returns the layers, those that match a pattern with the reason that they stay."""
     for pattern in patterns:
         if not any(fnmatchcase(layer.path, pattern) for layer in layers):
@@ -172,7 +182,7 @@ def _without(layers: list[Layer], patterns: Sequence[str]) -> list[Layer]:
     ]
 
 
-def _row(layer: Layer, measured: Mapping[str, float | None], dtype: torch.dtype) -> QuantizedLayerReport:
+def _row(layer: _Layer, measured: Mapping[str, float | None], dtype: torch.dtype) -> QuantizedLayerReport:
     if layer.reason is not None:
         return QuantizedLayerReport(layer.path, "float", None, layer.reason)
     sqnr = measured.get(layer.path)
@@ -208,3 +218,79 @@ def unquantize(model: _Model, paths: Iterable[str]) -> _Model:
             raise ValueError(f"paths: {path!r} was loaded as it is, expected a layer that quantize has made")
     put_back(model, [layers[path] for path in paths])
     return model
+
+
+# Layers ---------------------------------------------------------------------------------------------------
+
+
+class _Layer(NamedTuple):
+    """A layer of a block, its path in the model, and why it cannot be quantized; None if it can."""
+
+    path: str
+    module: nn.Module
+    reason: str | None
+
+
+def _find_layers(model: nn.Module, *, embeddings: bool) -> list[_Layer]:
+    """Returns the linear layers of a model's blocks, with ``embeddings`` also their convolutions.
+
+    The convolution of an embedding that reads images is none of them.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        ValueError: It has no block with such a layer.
+    """
+    found, channels = [], None
+    for path, block, entry in blocks_in(model):
+        reason = why_mismatched(block, entry)
+        for name in entry.layers:
+            try:
+                module = block.get_submodule(name)
+            except AttributeError:
+                continue
+            if entry.is_embedding:
+                of_images = getattr(module, "in_channels", None)
+                channels = of_images if channels is None else channels
+                if not embeddings or of_images == channels:
+                    continue
+            why_not = reason or _why_not_plain(module, nn.Conv2d if entry.is_embedding else nn.Linear)
+            found.append(_Layer(f"{path}.{name}".lstrip("."), module, why_not))
+    if not found:
+        raise ValueError(
+            f"model: got {model_name(model)}, expected a model with linear layers in blocks of one of these: "
+            f"{MODELS}"
+        )
+    return found
+
+
+def _why_not_plain(module: Any, kind: Any) -> str | None:
+    """Returns why a layer is no plain linear one or dense convolution that can be quantized, or None."""
+    if type(module) is not kind:
+        return why_another_class(module, f"nn.{kind.__name__}")
+    if kind is nn.Conv2d and (
+        module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str)
+    ):
+        return "is not a dense convolution padded by a number of zeros"
+    if (reason := why_must_be_called(module)) is not None:
+        return reason
+    weight = module.weight
+    if type(weight) not in (Tensor, nn.Parameter) or not weight.is_floating_point():
+        return f"its weight is a {type(weight).__name__} of {weight.dtype}, expected floating point"
+    if weight[0].numel() > MOST_INPUTS:
+        return f"has {weight[0].numel()} inputs, expected at most {MOST_INPUTS}"
+    return None
+
+
+def _quantized(layer: _Layer, dtype: torch.dtype) -> QuantizedLayer:
+    """Returns the quantized replacement of a layer.
+
+    Raises:
+        TypeError: ``dtype`` is not one of 8 bits.
+        ValueError: Its weight has NaN or infinities.
+    """
+    module: Any = layer.module
+    kind = LinearInt8 if type(module) is nn.Linear else ConvInt8
+    try:
+        return kind.from_float(module, dtype=dtype)
+    except ValueError as error:
+        raise ValueError(f"model: {layer.path}.{error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,23 +16,37 @@ from ..ops.linear_int8.modules import QuantizedLayer
 
 _IMAGES = 32  # that are run at a time if they come as one tensor
 
-#: The layers by their paths, each with the quantized one that is to take its place.
-_Pairs = Mapping[str, tuple[nn.Module, QuantizedLayer]]
-
 
 def sqnr_of_layers(
-    model: nn.Module, pairs: _Pairs, calibration: Tensor | Iterable[Any], *, progress: bool
+    model: nn.Module,
+    pairs: Mapping[str, tuple[nn.Module, QuantizedLayer]],
+    calibration: Tensor | Iterable[Any],
+    *,
+    progress: bool,
 ) -> dict[str, float | None]:
     """Runs images through a model, which stays as it is, and returns the SQNR of its layers in dB.
 
-    It is None for a layer that was not called; ``progress`` shows a bar.
+    It is None for a layer that was not called. ``pairs`` are the layers by their paths, each with the one
+    that is to take its place; ``progress`` shows a bar.
 
     Raises:
         TypeError: ``calibration`` is neither a tensor nor an iterable.
         ValueError: There are no images, or they do not fit the model, or a layer got NaN or infinities.
     """
     errors = {path: _Errors(made) for path, (_, made) in pairs.items()}
-    _run(model, pairs, errors, _batches(calibration), progress)
+    batches, index = _batches(calibration), -1
+    like = next((p for p in model.parameters() if p.is_floating_point()), None)
+    with _evaluating(model), contextlib.ExitStack() as hooks:
+        for path, (module, _) in pairs.items():
+            hooks.enter_context(module.register_forward_hook(errors[path].see))
+        for index, batch in enumerate(_with_bar(batches) if progress else batches):
+            images = _images_of(batch, index)
+            _call(model, images if like is None else images.to(like.device, like.dtype), index)
+    if index < 0:
+        raise ValueError("calibration: is empty, expected at least one batch of images")
+    for path, each in errors.items():
+        if not each.is_finite():
+            raise ValueError(f"calibration: layer {path} got or returned NaN or infinities")
     return {path: each.sqnr() for path, each in errors.items()}
 
 
@@ -44,10 +58,10 @@ class _Errors:
         self.signal: Tensor | float = 0.0
         self.noise: Tensor | float = 0.0
 
-    def see(self, x: Tensor, y: Tensor) -> None:
+    def see(self, module: nn.Module, args: Any, y: Tensor) -> None:
         y = y.detach()
         with requesting("cpu", "int_mm", "scaled_mm", "reference"):  # others may not round what they multiply
-            out = self.made(x)
+            out = self.made(args[0])
         self.signal = self.signal + _sum_of_squares(y)
         self.noise = self.noise + _sum_of_squares(out - y)
 
@@ -103,27 +117,6 @@ def _check_images(name: str, images: object) -> None:
         )
 
 
-def _run(
-    model: nn.Module,
-    pairs: _Pairs,
-    errors: Mapping[str, _Errors],
-    batches: Iterable[Any],
-    progress: bool,
-) -> None:
-    """Runs batches through a model, and notes the errors of its layers."""
-    like = next((p for p in model.parameters() if p.is_floating_point()), None)
-    index = -1
-    with _evaluating(model), _observed(pairs, errors):
-        for index, batch in enumerate(_with_bar(batches) if progress else batches):
-            images = _images_of(batch, index)
-            _call(model, images if like is None else images.to(like.device, like.dtype), index)
-    if index < 0:
-        raise ValueError("calibration: is empty, expected at least one batch of images")
-    for path, each in errors.items():
-        if not each.is_finite():
-            raise ValueError(f"calibration: layer {path} got or returned NaN or infinities")
-
-
 def _with_bar(batches: Iterable[Any]) -> Iterable[Any]:
     from tqdm import tqdm  # not needed where no bar is shown
 
@@ -142,20 +135,6 @@ def _call(model: nn.Module, images: Tensor, index: int) -> None:
         raise ValueError(
             f"calibration: batch {index} of shape {tuple(images.shape)} does not fit the model: {reason}"
         ) from error
-
-
-@contextlib.contextmanager
-def _observed(pairs: _Pairs, errors: Mapping[str, _Errors]) -> Iterator[None]:
-    """Shows the errors what their layers get and return."""
-
-    def hook(see: Callable[[Tensor, Tensor], None]) -> Callable[..., None]:
-        return lambda module, args, output: see(args[0], output)
-
-    with contextlib.ExitStack() as stack:
-        for path, (module, _) in pairs.items():
-            handle = module.register_forward_hook(hook(errors[path].see))
-            stack.callback(handle.remove)
-        yield
 
 
 @contextlib.contextmanager

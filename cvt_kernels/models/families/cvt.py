@@ -5,7 +5,8 @@ The classes of ``cvt`` call :func:`cvt_kernels.models.forward.forward_block` the
 
 from __future__ import annotations
 
-import sys
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,13 +22,36 @@ from ..blocks import (
     Unsupported,
     gelu_variant,
     map_and_class_token,
-    named,
     parts_of_norm,
-    recognize_by_name,
     tokens_of_map,
 )
 from ..class_token import ClassifierEntry
-from ..forward import check_images, embed, is_plain_layer_norm, normalize
+from ..forward import embed
+
+
+def _embedding(upstream: str, name: str, forward: Callable[..., Tensor], *members: str) -> BlockEntry:
+    """Returns the entry of a class of embeddings; ``members`` are a convolution and a LayerNorm."""
+    return BlockEntry(
+        upstream=upstream,
+        name=name,
+        arguments=tuple(inspect.signature(forward).parameters)[1:],
+        children=frozenset(members),
+        layers=members[:1],
+        forward=forward,
+        parts=lambda self: parts_of_norm(getattr(self, members[1])),
+    )
+
+
+def _stage_entry(
+    parts: Callable[[Any], StageParts],
+    embedding: Callable[[Any], tuple[nn.Conv2d, Tensor | None]],
+    classes: frozenset[str],
+    **described: Any,
+) -> StageEntry:
+    """Returns the entry of a class of stages that take an image and return a map and a class token."""
+    block = BlockEntry(parts=parts, **described)
+    return StageEntry(block, classes, parts, embedding, map_and_class_token, tokens_of_map)
+
 
 # Hugging Face's -------------------------------------------------------------------------------------------
 
@@ -57,11 +81,6 @@ def _hf_block(self: Any) -> BlockParts:
     )
 
 
-def _hf_embedding(self: Any, pixel_values: Tensor) -> Tensor:
-    check_images("pixel_values", pixel_values, self.projection)
-    return embed(self.projection, self.normalization, pixel_values)
-
-
 _HF_CLASSES = frozenset(
     (
         *("CvtAttention", "CvtSelfAttention", "CvtSelfOutput", "CvtIntermediate", "CvtOutput", "CvtDropPath"),
@@ -69,17 +88,14 @@ _HF_CLASSES = frozenset(
     )
 )
 
-_HF_ENTRIES = named(
-    BlockEntry(
-        upstream=HUGGING_FACE,
-        name="CvtConvEmbeddings",
-        arguments=("pixel_values",),
-        children=frozenset(("projection", "normalization")),
-        layers=("projection",),
-        forward=_hf_embedding,
-        parts=lambda self: parts_of_norm(self.normalization),
+_HF_ENTRIES = {
+    "CvtConvEmbeddings": _embedding(
+        HUGGING_FACE,
+        "CvtConvEmbeddings",
+        lambda self, pixel_values: embed(self.projection, self.normalization, pixel_values),
+        *("projection", "normalization"),
     ),
-    BlockEntry(
+    "CvtLayer": BlockEntry(
         upstream=HUGGING_FACE,
         name="CvtLayer",
         arguments=("hidden_state", "height", "width"),
@@ -93,7 +109,7 @@ _HF_ENTRIES = named(
         ),
         parts=_hf_block,
     ),
-)
+}
 
 
 def _hf_stage(self: Any) -> StageParts:
@@ -106,19 +122,14 @@ def _hf_stem(self: Any) -> tuple[nn.Conv2d, Tensor | None]:
     return self.embedding.convolution_embeddings.projection, getattr(self, "cls_token", None)
 
 
-_HF_STAGE = StageEntry(
-    block=BlockEntry(
-        upstream=HUGGING_FACE,
-        name="CvtStage",
-        parts=_hf_stage,
-        arguments=("hidden_state",),
-        children=frozenset(("cls_token", "embedding", "layers")),
-    ),
-    classes=_HF_CLASSES | {"CvtEmbeddings", *_HF_ENTRIES, *GELU_VARIANTS},
-    parts=_hf_stage,
-    embedding=_hf_stem,
-    result=map_and_class_token,
-    tokens=tokens_of_map,
+_HF_STAGE = _stage_entry(
+    _hf_stage,
+    _hf_stem,
+    _HF_CLASSES | {"CvtEmbeddings", *_HF_ENTRIES, *GELU_VARIANTS},
+    upstream=HUGGING_FACE,
+    name="CvtStage",
+    arguments=("hidden_state",),
+    children=frozenset(("cls_token", "embedding", "layers")),
 )
 
 # Microsoft's ----------------------------------------------------------------------------------------------
@@ -126,30 +137,35 @@ _HF_STAGE = StageEntry(
 MICROSOFT = "Microsoft"
 
 _PROJECTIONS = "conv_proj_q", "conv_proj_k", "conv_proj_v"
-_MS_CHILDREN = frozenset(
-    (*_PROJECTIONS, "proj_q", "proj_k", "proj_v", "attn_drop", "proj", "proj_drop"),
-)
 #: The paths of the layers of a block of Microsoft's or ours.
 _LAYERS = "attn.proj_q", "attn.proj_k", "attn.proj_v", "attn.proj", "mlp.fc1", "mlp.fc2"
 
 
-def _ms_block(self: Any) -> BlockParts:
+def _common_parts(self: Any) -> dict[str, Any]:
+    """Returns the parts that have the same names in blocks of Microsoft's and ours."""
     attn, mlp = self.attn, self.mlp
+    return {
+        "norm1": self.norm1,
+        "linears": [attn.proj_q, attn.proj_k, attn.proj_v],
+        "num_heads": attn.num_heads,
+        "scale": attn.scale,
+        "attention_drop": attn.attn_drop,
+        "proj": attn.proj,
+        "norm2": self.norm2,
+        "fc1": mlp.fc1,
+        "fc2": mlp.fc2,
+        "drops": (attn.proj_drop, mlp.drop, mlp.drop),
+        "drop_path": self.drop_path,
+    }
+
+
+def _ms_block(self: Any) -> BlockParts:
+    activation = self.mlp.act
     return BlockParts(
-        norm1=self.norm1,
-        branches=[_ms_branch(attn, name) for name in _PROJECTIONS],
-        linears=[attn.proj_q, attn.proj_k, attn.proj_v],
-        num_heads=attn.num_heads,
-        scale=attn.scale,
-        attention_drop=attn.attn_drop,
-        proj=attn.proj,
-        norm2=self.norm2,
-        fc1=mlp.fc1,
-        approximate=gelu_variant(mlp.act),
-        activation=mlp.act,
-        fc2=mlp.fc2,
-        drops=(attn.proj_drop, mlp.drop, mlp.drop),
-        drop_path=self.drop_path,
+        **_common_parts(self),
+        branches=[_ms_branch(self.attn, name) for name in _PROJECTIONS],
+        activation=activation,
+        approximate=gelu_variant(activation),
     )
 
 
@@ -168,33 +184,19 @@ def _ms_branch(attention: Any, name: str) -> tuple[Any, Any]:
     return steps.get_submodule("conv"), steps.get_submodule("bn")
 
 
-def _ms_embedding(self: Any, x: Tensor) -> Tensor:
-    check_images("x", x, self.proj)
-    return embed(self.proj, self.norm, x)
-
-
 _MS_ENTRIES = {
-    entry.name: entry
-    for entry in (
-        BlockEntry(
-            upstream=MICROSOFT,
-            name="ConvEmbed",
-            arguments=("x",),
-            children=frozenset(("proj", "norm")),
-            layers=("proj",),
-            forward=_ms_embedding,
-            parts=lambda self: parts_of_norm(self.norm),
-        ),
-        BlockEntry(
-            upstream=MICROSOFT,
-            name="Block",
-            arguments=("x", "h", "w"),
-            children=frozenset(("norm1", "attn", "drop_path", "norm2", "mlp")),
-            classes=frozenset(("Attention", "Mlp", "DropPath", "Rearrange")),
-            layers=_LAYERS,
-            parts=_ms_block,
-        ),
-    )
+    "ConvEmbed": _embedding(
+        MICROSOFT, "ConvEmbed", lambda self, x: embed(self.proj, self.norm, x, name="x"), "proj", "norm"
+    ),
+    "Block": BlockEntry(
+        upstream=MICROSOFT,
+        name="Block",
+        arguments=("x", "h", "w"),
+        children=frozenset(("norm1", "attn", "drop_path", "norm2", "mlp")),
+        classes=frozenset(("Attention", "Mlp", "DropPath", "Rearrange")),
+        layers=_LAYERS,
+        parts=_ms_block,
+    ),
 }
 
 
@@ -217,19 +219,17 @@ def _stem(self: Any) -> tuple[nn.Conv2d, Tensor | None]:
     return self.patch_embed.proj, self.cls_token
 
 
-_MS_STAGE = StageEntry(
-    block=BlockEntry(
-        upstream=MICROSOFT,
-        name="VisionTransformer",
-        parts=_stage,
-        arguments=("x",),
-        children=frozenset(("cls_token", "patch_embed", "pos_drop", "blocks")),
-    ),
-    classes=_MS_ENTRIES["Block"].classes | {"ConvEmbed", "Block", "LayerNorm", "QuickGELU"},
-    parts=_stage,
-    embedding=_stem,
-    result=map_and_class_token,
-    tokens=tokens_of_map,
+#: The submodules of a stage of Microsoft's or ours.
+_CHILDREN = frozenset(("cls_token", "patch_embed", "pos_drop", "blocks"))
+
+_MS_STAGE = _stage_entry(
+    _stage,
+    _stem,
+    _MS_ENTRIES["Block"].classes | {"ConvEmbed", "Block", "LayerNorm", "QuickGELU"},
+    upstream=MICROSOFT,
+    name="VisionTransformer",
+    arguments=("x",),
+    children=_CHILDREN,
 )
 
 
@@ -240,7 +240,6 @@ def _is_ms_stage(module: nn.Module) -> bool:
 
 
 def _is_ms_block(module: nn.Module | None) -> bool:
-    """Returns whether a module has the attention of a CvT."""
     attn = module._modules.get("attn") if module is not None else None
     if attn is None or own_class(type(attn)) is not None:
         return False
@@ -257,22 +256,12 @@ MODULE = "cvt.model"
 
 
 def _own_block(self: Any) -> BlockParts:
-    attn, mlp = self.attn, self.mlp
+    attn = self.attn
     return BlockParts(
-        norm1=self.norm1,
+        **_common_parts(self),
         branches=[getattr(attn, name).summands() for name in _PROJECTIONS],
-        linears=[attn.proj_q, attn.proj_k, attn.proj_v],
-        num_heads=attn.num_heads,
-        scale=attn.scale,
-        attention_drop=attn.attn_drop,
         drops_probabilities=True,
-        proj=attn.proj,
-        norm2=self.norm2,
-        fc1=mlp.fc1,
-        approximate=mlp.approximate,
-        fc2=mlp.fc2,
-        drops=(attn.proj_drop, mlp.drop, mlp.drop),
-        drop_path=self.drop_path,
+        approximate=self.mlp.approximate,
         layer_scales=(self.ls1, self.ls2),
         position_for=None if attn.position_bias is None else attn.position_for,
         token_keep=getattr(self, "token_keep", 1.0),
@@ -304,17 +293,15 @@ _OWN_ENTRIES = {
 #: The entry of the blocks of ``cvt``.
 OWN_BLOCK = _OWN_ENTRIES["Block"]
 
-_OWN_STAGE = StageEntry(
-    block=BlockEntry(
-        upstream="cvt",
-        name="Stage",
-        parts=_stage,
-        arguments=("image",),
-        children=frozenset(("cls_token", "patch_embed", "pos_drop", "blocks")),
-    ),
-    classes=_OWN_CLASSES | {f"{MODULE}.{name}" for name in (*_OWN_ENTRIES, "DropPath", "LayerScale")},
-    parts=_stage,
-    embedding=_stem,
+_OWN_STAGE = _stage_entry(
+    _stage,
+    _stem,
+    _OWN_CLASSES | {f"{MODULE}.{name}" for name in (*_OWN_ENTRIES, "DropPath", "LayerScale")},
+    upstream="cvt",
+    name="Stage",
+    arguments=("image",),
+    children=_CHILDREN,
+)._replace(
     result=lambda stage, tokens, grid: (tokens, grid),
     tokens=lambda result: result[0],
     why_unsupported=_why_own_stage_unsupported,
@@ -330,32 +317,8 @@ def own_class(cls: type) -> type | None:
 
 
 def _hf_reads_class_token(model: Any, call: dict[str, Any]) -> bool:
-    hidden_states = call.get("output_hidden_states")
-    if hidden_states is None:
-        hidden_states = model.config.output_hidden_states
-    return not hidden_states and bool(model.config.cls_token[-1])
-
-
-def _hf_classify(
-    model: Any,
-    pixel_values: Tensor,
-    labels: Any = None,
-    output_hidden_states: Any = None,
-    return_dict: Any = None,
-    **others: Any,
-) -> Any:
-    """Runs a ``CvtForImageClassification`` without hidden states; upstream takes the mean of one token."""
-    if labels is not None or others or model.config is not model.cvt.config:
-        return NotImplemented
-    if not is_plain_layer_norm(model.layernorm):
-        return NotImplemented
-    outputs = model.cvt(pixel_values, output_hidden_states=output_hidden_states, return_dict=return_dict)
-    logits = model.classifier(normalize(model.layernorm, outputs[1])[:, 0])
-    if isinstance(outputs, tuple):
-        return (logits, *outputs[2:])
-    # Imported where the model is.
-    record = sys.modules["transformers.modeling_outputs"].ImageClassifierOutputWithNoAttention
-    return record(logits=logits, hidden_states=outputs.hidden_states)
+    given, config = call.get("output_hidden_states"), model.config
+    return not (config.output_hidden_states if given is None else given) and bool(config.cls_token[-1])
 
 
 _HF_CLASSIFIER = ClassifierEntry(
@@ -365,7 +328,6 @@ _HF_CLASSIFIER = ClassifierEntry(
     last_stage=lambda self: self.cvt.encoder.stages[-1],
     blocks=lambda stage: stage.layers,
     reads_class_token=_hf_reads_class_token,
-    forward=_hf_classify,
 )
 
 
@@ -406,16 +368,15 @@ def _recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None
     own = own_class(type(module))
     if own is not None:
         return _OWN_ENTRIES.get(own.__name__)
-    names = {cls.__name__ for cls in type(module).__mro__}
+    names = [cls.__name__ for cls in type(module).__mro__]
     if "Block" in names and _is_ms_block(module):
         return _MS_ENTRIES["Block"]
     if "ConvEmbed" in names and parent is not None and _is_ms_stage(parent):
         return _MS_ENTRIES["ConvEmbed"]
-    return recognize_by_name(module, _HF_ENTRIES)
+    return next((_HF_ENTRIES[name] for name in names if name in _HF_ENTRIES), None)
 
 
 def _recognize_stage(module: nn.Module) -> StageEntry | None:
-    """Returns the entry of a stage; None for other modules."""
     names = {cls.__name__ for cls in type(module).__mro__}
     if own_class(type(module)) is not None:
         return _OWN_STAGE if _OWN_STAGE.block.name in names else None
@@ -428,7 +389,7 @@ def _recognize_stage(module: nn.Module) -> StageEntry | None:
 FAMILY = Family(
     models=("CvT (of transformers, Microsoft or cvt)",),
     entries=(
-        *(each for entries in _HF_ENTRIES.values() for each in entries),
+        *_HF_ENTRIES.values(),
         *_MS_ENTRIES.values(),
         *_OWN_ENTRIES.values(),
     ),

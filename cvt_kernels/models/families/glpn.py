@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from .. import depth
 from ..blocks import LAYER_NORMS, BypassedParts, Family, why_norms_unsupported
 from ..encoders import encode_glpn
+from ..heads import DEPTH_ENTRIES
 from .pyramids import block_entry, embeddings_entry, encoder_entry
 from .segformer import block_of_4
 
@@ -27,6 +27,6 @@ FAMILY = Family(
         embeddings_entry("GLPNOverlapPatchEmbeddings"),
         block_entry("GLPNLayer", block_of_4),
         _ENCODER,
-        *depth.ENTRIES,
+        *DEPTH_ENTRIES,
     ),
 )

@@ -17,8 +17,8 @@ from ..blocks import (
     gelu_variant,
     parts_of_norm,
 )
-from ..decode_head import POINTWISE_LAYERS, decode, why_head_unsupported
 from ..forward import as_map, normalize, tokens_of
+from ..heads import POINTWISE_LAYERS, decode, why_head_unsupported
 from .pyramids import block_entry, common_parts, embeddings_entry, stage_entry
 
 

@@ -8,7 +8,7 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.models import freezable
+from cvt_kernels.models import matching
 from tests.upstream import glpn, huggingface, images, microsoft, ours, pvt, pvt_v2, segformer
 
 #: The makers of models of each kind, with the numbers of their stages or layers, and of their blocks.
@@ -29,7 +29,7 @@ def frozen(model):
 
 def found_in(model):
     """Returns path → the stage of a CvT, or the layer of another model, that is served as one."""
-    found = freezable.find_stages(model)
+    found = matching.find_stages(model)
     return {path: module for path, module, entry in found if entry.noun == found[-1][2].noun}
 
 
@@ -40,7 +40,7 @@ def stages_of(model):
 
 def outermost_of(model):
     """Returns the stages, and the layers that are in none, which a forward serves as one."""
-    found = {path: stage for path, stage, _ in freezable.find_stages(model)}
+    found = {path: stage for path, stage, _ in matching.find_stages(model)}
     return [stage for path, stage in found.items() if path.partition(".blocks.")[0] not in {*found} - {path}]
 
 

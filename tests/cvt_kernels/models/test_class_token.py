@@ -132,24 +132,11 @@ def test_loss_and_tuples_of_hugging_face(freeze):
 
 @every_form
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_head_of_hugging_face_normalizes_by_the_operator(freeze, dtype):
+def test_head_of_hugging_face_has_the_results_of_its_own(freeze, dtype):
     own = huggingface().eval().to(dtype)
     model, x = ck.accelerate(copy.deepcopy(own), freeze=freeze), images(2, 32, 48).to(dtype)
-    seen = []
-
-    def noting(operator, backend, implementation):
-        def serve(call):
-            if operator == "layer_norm":
-                seen.append(call.x)
-            return implementation.load().function(call)
-
-        return dataclasses.replace(implementation, function=serve)
-
-    with torch.no_grad(), backends.replaced(noting):
-        out = model(x)
-    assert seen[-1].shape == (2, 1, 48)
-    assert freeze is not False or seen[-1].is_contiguous()  # a kernel would copy other rows
     with torch.no_grad():
+        out = model(x)
         expected, true = own(x), copy.deepcopy(own).double()(x.double()).logits
         (alone,) = model(x, return_dict=False)
         (positional,) = model(x, None, None, False)
@@ -250,13 +237,19 @@ def test_head_of_hugging_face_under_autocast():
 
 
 @every_classifier
-def test_the_last_block_writes_no_other_tokens(make):
+def test_the_last_block_writes_no_other_tokens(make, monkeypatch):
     model, x = ck.accelerate(make().eval(), freeze=False), images(2, 32, 48)
     stage, block = last_stage(model), last_block(model)
-    seen = []
-    block.register_forward_hook(lambda module, args, out: seen.append(out))
+    seen, call = [], torch.nn.Module.__call__
+
+    def noted(module, *args, **kwargs):
+        out = call(module, *args, **kwargs)
+        seen.extend([out] if module is block else [])
+        return out
+
+    monkeypatch.setattr(torch.nn.Module, "__call__", noted)
     with torch.no_grad():
-        class_token.with_class_token_only(stage, block, lambda: model(x), even_if_watched=True)
+        class_token.with_class_token_only(stage, block, lambda: model(x))
     assert seen[-1].shape[::2] == (2, 48)
     assert seen[-1].stride(1) == 0  # each is a view of the class token
 

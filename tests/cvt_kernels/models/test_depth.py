@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels.models import depth
+from cvt_kernels.models import heads
 from tests import upstream
 from tests.checks import assert_accurate, not_built
 
@@ -22,7 +22,7 @@ def maps(monkeypatch):
         shapes.append(tuple(x.shape))
         return operator(x, *others)
 
-    monkeypatch.setattr(depth, "depth_head", noting)
+    monkeypatch.setattr(heads, "depth_head", noting)
     with ck.use_backend("cpu", "reference"):
         yield shapes
 

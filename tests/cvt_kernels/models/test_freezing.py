@@ -270,7 +270,7 @@ BLOCK_REASONS = [
         "blocks.0 is not as upstream has it: mlp has backward hooks",
     ),
     (lambda b: scaled_forward(b.attn.proj_q), "blocks.0.attn.proj_q has a forward of its own"),
-    (lambda b: setattr(b.mlp, "fc1", adapter(b.mlp.fc1)), "a linear layer is not a plain nn.Linear"),
+    (lambda b: setattr(b.mlp, "fc1", adapter(b.mlp.fc1)), "expected a plain nn.Linear"),
     (lambda b: b.attn.conv_proj_v.bn.train(), "a module within it is in training mode"),
     (
         lambda b: setattr(b.attn.conv_proj_q.conv, "padding_mode", "reflect"),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt_kernels.models import decode_head
+from cvt_kernels.models import heads as heads_module
 from tests.checks import assert_accurate, record_calls, recorded_operators
 from tests.upstream import assert_same_step, images, logits, pair, relative, segformer, with_right_gradients
 
@@ -78,7 +78,7 @@ def test_the_head_multiplies_its_weights_where_pixels_are_many(monkeypatch):
         shapes.append((x.shape[1], tuple(weight.shape)))
         return nn.functional.linear(x, weight, bias)
 
-    monkeypatch.setattr(decode_head, "linear", linear)
+    monkeypatch.setattr(heads_module, "linear", linear)
     with torch.no_grad(), ck.use_backend("reference"):
         assert relative(fused([each[:1] for each in maps]), own([each[:1] for each in maps])) < 1e-5
     # 5×4 pixels are fewer than 32 channels; the largest map's product is added in place.

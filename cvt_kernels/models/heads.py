@@ -1,9 +1,14 @@
-"""The decode head of SegFormer (models/segformer of transformers), by the public operators."""
+"""The heads: SegFormer's decode head by the public operators, and GLPN's depth.
+
+Of GLPN the last two upsamplings of its decoder and its head are one operator, in evaluation. While a model
+runs, its decoder knows that only the head reads its last map, leaves out the two upsamplings, and hands the
+map to the head. Called by itself, or with hooks on one of them, each runs its own forward.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +17,39 @@ from torch.nn import functional as F
 
 from .. import choose, modes
 from ..changes import is_plain
+from ..classes import is_fused, original_class
 from ..ops import weight_cache
+from ..ops.conv_embedding import needs_channels_first
+from ..ops.depth_head import depth_head
 from ..ops.linear import linear
 from ..ops.segmentation_head import segmentation_head
 from ..records import written_of
-from .blocks import class_name
+from .blocks import (
+    HUGGING_FACE,
+    NO_SQUARE,
+    BlockEntry,
+    BypassedParts,
+    Kinds,
+    Unsupported,
+    class_name,
+    is_square,
+)
 from .forward import as_map, drop, tokens_of
-from .watching import is_watched
+from .watching import Told, is_watched
+
+
+def _is_one_operator(name: str, tensors: Sequence[Tensor | None]) -> bool:
+    """Returns whether an operator may serve a call with these tensors: untraced, and without gradients."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or modes.is_transformed():
+        return False
+    present = [tensor for tensor in tensors if tensor is not None]
+    if len({tensor.dtype for tensor in present}) > 1:
+        return False
+    ours = choose.may_be_ours(name, present[0].device.type, gradient=False)
+    return ours and weight_cache.why_unpackable(*present) is None
+
+
+# SegFormer's decode head ----------------------------------------------------------------------------------
 
 #: The 1×1 convolutions whose work is done without calling them.
 POINTWISE_LAYERS = "linear_fuse", "classifier"
@@ -51,22 +82,15 @@ def decode(head: Any, projections: Any, states: Sequence[Tensor]) -> Any:
 
 
 def _is_served(head: Any, tensors: list[Any], states: Sequence[Tensor]) -> bool:
-    """Returns whether one operator serves the call: without gradients, and with nothing watched."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or modes.is_transformed():
-        return False
-    activation, dropout, layer, first = head.activation, head.dropout, head.classifier, states[0]
+    """Returns whether one operator serves the call, with nothing watched."""
+    activation, dropout, layer = head.activation, head.dropout, head.classifier
     plain = type(activation) is nn.ReLU and type(dropout) is nn.Dropout and not dropout.training
     if not plain or is_watched(activation) or is_watched(dropout):
         return False
-    all_tensors = *states, *tensors, layer.weight, layer.bias
-    if {tensor.dtype for tensor in all_tensors if tensor is not None} != {first.dtype}:
-        return False
-    ours = choose.may_be_ours("segmentation_head", first.device.type, gradient=False)
-    return ours and weight_cache.why_unpackable(*all_tensors) is None
+    return _is_one_operator("segmentation_head", (*states, *tensors, layer.weight, layer.bias))
 
 
 def _serve(head: Any, linears: list[Any], tensors: list[Any], states: Sequence[Tensor]) -> Tensor:
-    """Computes the logits by one operator, with layers that are multiplied once and kept."""
     fusion, *others = tensors
     fold = functools.partial(_fold, head, linears)
     key = "decode head", head.batch_norm.eps
@@ -88,7 +112,6 @@ def _fold(head: Any, linears: list[Any]) -> tuple[list[Tensor], Tensor | None]:
 
 
 def _tensors_of(head: Any, linears: list[Any]) -> list[Any]:
-    """Returns the parameters that are multiplied, the fusion's first."""
     norm = head.batch_norm
     own = head.linear_fuse.weight, norm.running_mean, norm.running_var, norm.weight, norm.bias
     return [*own, *(tensor for layer in linears for tensor in (layer.weight, layer.bias))]
@@ -155,15 +178,13 @@ def _through_both(
     else:
         tokens = linear(tokens, weight)
     part, bias = part.to(dtype), None if bias is None else bias.to(dtype)
-    if bias is None and total is not None and _can_multiply_into(total, tokens, part):
-        return total.flatten(0, 1).addmm_(tokens.flatten(0, 1), part.t()).view_as(total)
-    tokens = linear(tokens, part, bias)
-    return tokens if total is None else _add(total, tokens)
-
-
-def _can_multiply_into(total: Tensor, tokens: Tensor, part: Tensor) -> bool:
+    if total is None or bias is not None or not modes.may_change(total, tokens, part):
+        tokens = linear(tokens, part, bias)
+        return tokens if total is None else _add(total, tokens)
     same = total.dtype == tokens.dtype == part.dtype and not modes.autocast_enabled(total)
-    return same and total.is_contiguous() and modes.may_change(total, tokens, part)
+    if not (same and total.is_contiguous()):
+        return _add(total, linear(tokens, part))
+    return total.flatten(0, 1).addmm_(tokens.flatten(0, 1), part.t()).view_as(total)
 
 
 def _add(total: Tensor, tokens: Tensor) -> Tensor:
@@ -171,18 +192,133 @@ def _add(total: Tensor, tokens: Tensor) -> Tensor:
     return total.add_(tokens) if modes.may_change(total, tokens) else total + tokens
 
 
-# Reasons --------------------------------------------------------------------------------------------------
-
-
 def why_head_unsupported(head: Any, projections: Any) -> str | None:
     """Returns why a decode head is not the sum that is computed here, or None."""
     for name in POINTWISE_LAYERS:
-        conv = head._modules[name]
-        geometry = conv.kernel_size, conv.stride, conv.padding, conv.groups
-        if geometry != ((1, 1), (1, 1), (0, 0), 1):
+        if not is_square(head._modules[name], 1):
             return f"{name} is not a 1×1 convolution"
     if head.linear_fuse.bias is not None:
         return "linear_fuse has a bias"
     if type(projections) is not nn.ModuleList:
         return f"the projections are a {class_name(type(projections))}, expected a ModuleList"
     return None
+
+
+# GLPN's depth ---------------------------------------------------------------------------------------------
+
+#: The decoder that may hand its map over, and the head that gets it, of the model that runs.
+_handing = Told()
+
+
+def _estimate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs the forward of a model whose decoder may hand its map to the head."""
+    if torch.compiler.is_compiling() or model.training:
+        return NotImplemented
+    decoder, head = model.decoder, model.head
+    if torch.is_grad_enabled() or modes.forward_mode_enabled():
+        return NotImplemented
+    if not is_fused(decoder) or not is_fused(head) or len(decoder.stages) < 2:
+        return NotImplemented
+    conv, _, last = head.head
+    is_last_read = head.config.head_in_index in (-1, len(decoder.stages) - 1)
+    tensors = conv.weight, conv.bias, last.weight, last.bias
+    if not is_last_read or not _is_one_operator("depth_head", tensors):
+        return NotImplemented
+    with _handing.within(decoder, head):
+        return original_class(type(model)).forward(model, *args, **kwargs)
+
+
+def _decode(decoder: Any, hidden_states: Sequence[Tensor]) -> Any:
+    """Computes the maps of all stages, the last one not upsampled."""
+    if torch.compiler.is_compiling():
+        return NotImplemented
+    if needs_channels_first(hidden_states[-1], next(decoder.parameters(), None)):
+        # Upstream's maps have them first, in which order PyTorch's sums over pixels have smaller errors.
+        hidden_states = [state.contiguous() for state in hidden_states]
+        return original_class(type(decoder)).forward(decoder, hidden_states)
+    if decoder not in _handing:
+        return NotImplemented
+    *stages, last = decoder.stages
+    if len(hidden_states) != len(stages) + 1:
+        return NotImplemented
+    states: list[Any] = []
+    for hidden, stage in zip(hidden_states[:0:-1], stages, strict=True):
+        states.append(stage(hidden, states[-1] if states else None))
+    return [*states, last.fusion(last.convolution(hidden_states[0]), states[-1])]
+
+
+def _compute_depth(head: Any, states: Sequence[Tensor]) -> Any:
+    """Computes the depth of every pixel of a map that the decoder has handed over.
+
+    Such a map is as large as the map of the stage before, or, if that was not upsampled either, twice as
+    high; an upsampled one is four times as high.
+    """
+    if torch.compiler.is_compiling() or head not in _handing:
+        return NotImplemented
+    if states[-1].shape[2] > 2 * states[-2].shape[2]:
+        return NotImplemented
+    conv, _, last = head.head
+    return depth_head(states[-1], conv.weight, conv.bias, last.weight, last.bias, head.config.max_depth)
+
+
+def _parts_of_decoder(decoder: Any) -> BypassedParts:
+    if type(decoder.stages) is not nn.ModuleList or len(decoder.stages) == 0:
+        raise Unsupported("its stages are not a list")
+    stage = decoder.stages[-1]
+    upsamplings = stage.upsample, decoder.final_upsample
+    modules: list[tuple[Any, Kinds]] = [(decoder.stages, (nn.ModuleList,)), (stage, ("GLPNDecoderStage",))]
+    modules += [(upsampling, (nn.Upsample,)) for upsampling in upsamplings]
+    settings = {
+        (each.size, each.scale_factor, each.mode, bool(each.align_corners), bool(each.recompute_scale_factor))
+        for each in upsamplings
+        if isinstance(each, nn.Upsample)
+    }
+    is_doubling = settings == {(None, 2.0, "bilinear", False, False)}
+    return BypassedParts(modules, None if is_doubling else "upsampling is not bilinear by two")
+
+
+def _parts_of_depth_head(head: Any) -> BypassedParts:
+    if type(head.head) is not nn.Sequential or len(head.head) != 3:
+        raise Unsupported("its head is not two convolutions with ReLU between them")
+    conv, activation, last = head.head
+    modules: list[tuple[Any, Kinds]] = [(head.head, (nn.Sequential,)), (activation, (nn.ReLU,))]
+    modules += [(each, (nn.Conv2d,)) for each in (conv, last)]
+    reason = None
+    if not is_square(conv, 3) or not is_square(last, 3):
+        reason = f"a convolution {NO_SQUARE}"
+    elif last.out_channels != 1:
+        reason = "the last convolution has more than one channel"
+    return BypassedParts(modules, reason)
+
+
+def _parts_of_model(model: Any) -> BypassedParts:
+    parts = _parts_of_decoder(model.decoder), _parts_of_depth_head(model.head)
+    modules: list[tuple[Any, Kinds]] = [
+        (model.decoder, ("GLPNDecoder",)),
+        (model.head, ("GLPNDepthEstimationHead",)),
+    ]
+    modules += [each for part in parts for each in part.modules]
+    return BypassedParts(modules, next((part.reason for part in parts if part.reason), None))
+
+
+def _entry(
+    name: str,
+    forward: Callable[..., Any],
+    parts: Callable[[Any], BypassedParts],
+    *children: str,
+    arguments: tuple[str, ...] = ("hidden_states",),
+) -> BlockEntry:
+    return BlockEntry(
+        *(HUGGING_FACE, name, parts, arguments, frozenset(children)), forward=forward, may_take=("kwargs",)
+    )
+
+
+#: The entries of GLPN's model, decoder and head.
+DEPTH_ENTRIES = (
+    _entry(
+        *("GLPNForDepthEstimation", _estimate, _parts_of_model, "glpn", "decoder", "head"),
+        arguments=("pixel_values", "labels", "output_attentions", "output_hidden_states", "return_dict"),
+    ),
+    _entry("GLPNDecoder", _decode, _parts_of_decoder, "stages", "final_upsample"),
+    _entry("GLPNDepthEstimationHead", _compute_depth, _parts_of_depth_head, "head"),
+)
