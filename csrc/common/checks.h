@@ -23,6 +23,7 @@ namespace cvt_kernels {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using Optional = std::optional<Tensor>;
 
 // What came, as messages have it -------------------------------------------------------------------------------
 
@@ -53,7 +54,7 @@ inline std::string shown(const Tensor& tensor) {
   return text.str();
 }
 
-inline std::string shown(const std::optional<Tensor>& tensor) { return tensor.has_value() ? shown(*tensor) : "none"; }
+inline std::string shown(const Optional& tensor) { return tensor.has_value() ? shown(*tensor) : "none"; }
 inline std::string shown(const std::string& given) {
   std::string text = given.substr(0, 60);
   std::replace_if(text.begin(), text.end(), [](char c) { return c >= 0 && c < ' '; }, '?');

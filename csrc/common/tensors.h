@@ -77,8 +77,28 @@ inline Tensor contiguous_like(const char* name, const Tensor& tensor, const Tens
   return contiguous_like(name, tensor, x, x.scalar_type());
 }
 
-inline std::optional<Tensor> contiguous_like(const char* name, const std::optional<Tensor>& tensor, const Tensor& x) {
-  return tensor.has_value() ? std::optional(contiguous_like(name, *tensor, x)) : std::nullopt;
+inline Optional contiguous_like(const char* name, const Optional& tensor, const Tensor& x) {
+  return tensor.has_value() ? Optional(contiguous_like(name, *tensor, x)) : std::nullopt;
+}
+
+// The tensor, or a copy, with its channels adjacent.
+inline Tensor with_adjacent_channels(const char* name, const Tensor& x) {
+  return channels_of(name, x) == 1 || x.stride(x.dim() - 1) == 1 ? x : made_contiguous(name, x);
+}
+
+// The address of a tensor's elements; null without a tensor.
+inline const void* const_data_of(const Optional& tensor) { return tensor.has_value() ? tensor->const_data_ptr() : nullptr; }
+inline void* mutable_data_of(const Optional& tensor) { return tensor.has_value() ? tensor->mutable_data_ptr() : nullptr; }
+
+// The class tokens, one or none, of x (batch, tokens, channels), whose others are those of a grid; it checks the sizes.
+inline int64_t class_tokens_of(const Tensor& x, int64_t height, int64_t width) {
+  expect(x.dim() == 3, "x", x, "(batch, tokens, channels)");
+  expect(height > 0, "height", height, "at least 1");
+  expect(width > 0, "width", width, "at least 1");
+  numbers_of("x", x);
+  const int64_t class_tokens = x.size(1) - product("height and width", {height, width});
+  expect(class_tokens == 0 || class_tokens == 1, "x", x, height, " · ", width, " tokens, or one more");
+  return class_tokens;
 }
 
 // Checks a weight or a bias of the channels of x, of any floating dtype.
@@ -121,6 +141,28 @@ inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType d
                                               static_cast<int32_t>(dtype), device_type, device_index, &handle);
   if (error != TORCH_SUCCESS) [[unlikely]] throw OutOfMemory(numbers);  // all else was checked
   return Tensor(handle);
+}
+
+// A new tensor of numbers that f(i) gives.
+template <class F>
+Tensor tensor_of(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type, const Tensor& like, F f) {
+  const Tensor result = empty(sizes, type, like);
+  with_type(dtype_of("result", type), [&](auto stored) {
+    using T = decltype(stored);
+    T* out = static_cast<T*>(result.mutable_data_ptr());
+    for (int64_t i = 0, size = result.numel(); i < size; i++) store(out + i, static_cast<Accumulator<T>>(f(i)));
+  });
+  return result;
+}
+
+// The gradient of an absent parameter.
+inline Tensor no_gradient(const Tensor& x) { return empty({0}, accumulator_of(x), x); }
+
+// The gradient of a parameter, in its type, of numbers that f(i) gives.
+template <class F>
+Tensor gradient_of(const Optional& parameter, const Tensor& x, F f) {
+  if (!parameter.has_value()) return no_gradient(x);
+  return tensor_of(parameter->sizes(), parameter->scalar_type(), x, f);
 }
 
 }  // namespace cvt_kernels

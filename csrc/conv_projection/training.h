@@ -38,14 +38,6 @@ struct Unit {
   }
 };
 
-// Calls f(c, lanes) for every vector of channels of a block.
-template <class T, class F>
-VECTOR_INLINE void for_channels(int64_t size, F f) {
-  int64_t c = 0;
-  for (; c + kLanes<T> <= size; c += kLanes<T>) f(c, Whole{});
-  if (c < size) f(c, Part{size - c});
-}
-
 // Asks for a row of tokens, which the convolution of its row of output leaves the memory time for.
 template <class T>
 void prefetch_row(const T* row, int64_t width, int64_t pitch, int64_t size) {
@@ -344,9 +336,9 @@ void write_sums(const Unit<T, Q>& unit) {
   }
 }
 
-// Serves units by f(unit), with the blocks of channels outermost: a block's weights serve all images.
-template <class T, class Q, class F>
-void serve_units(const Training& call, int64_t begin, int64_t end, void* scratch, F f) {
+// Serves units by f, with the blocks of channels outermost: a block's weights serve all images.
+template <class T, class Q>
+void serve_units(const Training& call, int64_t begin, int64_t end, void* scratch, void (*f)(const Unit<T, Q>&)) {
   using A = Accumulator<T>;
   const Projection& forward = call.forward;
   Q* sums = static_cast<Q*>(scratch);
@@ -354,19 +346,12 @@ void serve_units(const Training& call, int64_t begin, int64_t end, void* scratch
   A* ring = zeros + row_size(forward);
   A* dring = ring + forward.held * row_size(forward);
   A* packed = dring + forward.held * row_size(forward);
-  std::memset(zeros, 0, (1 + forward.held) * row_size(forward) * sizeof(A));
   A* row = packed;
-  for (const Branch* b = forward.branches; b < forward.branches + forward.count; b++) row += packed_size(forward, *b);
+  std::memset(zeros, 0, (1 + forward.held) * row_size(forward) * sizeof(A));
   for (int64_t index = begin; index < end; index++) {
-    const Unit<T, Q> unit{call, index / forward.batch * forward.block, index % forward.batch, sums, zeros, ring, dring,
-                          packed, row};
-    if (index == begin || unit.image == 0) {
-      A* out = packed;
-      for (const Branch* b = forward.branches; b < forward.branches + forward.count; b++) {
-        pack<T>(*b, unit.first, unit.size(), out);
-        out += packed_size(forward, *b);
-      }
-    }
+    const int64_t first = index / forward.batch * forward.block, image = index % forward.batch;
+    if (index == begin || image == 0) row = pack_branches<T>(forward, first, packed);
+    const Unit<T, Q> unit{call, first, image, sums, zeros, ring, dring, packed, row};
     std::memset(sums, 0, call.quantities * forward.block * sizeof(Q));
     f(unit);
     write_sums(unit);
@@ -374,24 +359,15 @@ void serve_units(const Training& call, int64_t begin, int64_t end, void* scratch
 }
 
 void statistics(DType dtype, const Training& call, int64_t begin, int64_t end, void* scratch) {
-  with_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    serve_units<T, double>(call, begin, end, scratch, [](const auto& unit) { statistics_of<T>(unit); });
-  });
+  with_type(dtype, [&]<class T>(T) { serve_units<T, double>(call, begin, end, scratch, statistics_of<T>); });
 }
 
 void sums(DType dtype, const Training& call, int64_t begin, int64_t end, void* scratch) {
-  with_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    serve_units<T, Accumulator<T>>(call, begin, end, scratch, [](const auto& unit) { sums_of<T>(unit); });
-  });
+  with_type(dtype, [&]<class T>(T) { serve_units<T, Accumulator<T>>(call, begin, end, scratch, sums_of<T>); });
 }
 
 void gradients(DType dtype, const Training& call, int64_t begin, int64_t end, void* scratch) {
-  with_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    serve_units<T, Accumulator<T>>(call, begin, end, scratch, [](const auto& unit) { gradients_of<T>(unit); });
-  });
+  with_type(dtype, [&]<class T>(T) { serve_units<T, Accumulator<T>>(call, begin, end, scratch, gradients_of<T>); });
 }
 
 }  // namespace

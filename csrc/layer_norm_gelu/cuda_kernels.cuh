@@ -460,7 +460,8 @@ __device__ __forceinline__ void normalize(const LayerNormForward& call, int lane
     }
   }
   if (at.lane != 0 || call.mean == nullptr) return;
-  float *mean = advance<VECTOR>(call.mean, first), *rstd = advance<VECTOR>(call.rstd, first);
+  float* mean = advance<VECTOR>(static_cast<float*>(call.mean), first);
+  float* rstd = advance<VECTOR>(static_cast<float*>(call.rstd), first);
 #pragma unroll
   for (int r = 0; r < ROWS; r++) {
     if (row_of(r) >= rows) continue;
@@ -517,7 +518,7 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
     const bool present = first + at.row < call.rows;  // else the row is the last one again, and does not count
     const int row = min(first + at.row, call.rows - 1);
     const int64_t start = int64_t{row} * call.channels;
-    const float mean = call.mean[row], rstd = call.rstd[row];
+    const float mean = static_cast<const float*>(call.mean)[row], rstd = static_cast<const float*>(call.rstd)[row];
     const T* h = advance<VECTOR>(static_cast<const T*>(call.h), start);
     const Out* dout = advance<VECTOR>(static_cast<const Out*>(call.dout), start);
     float normal[VECTORS][VECTOR] = {}, g[VECTORS][VECTOR] = {};

@@ -41,14 +41,14 @@ struct LayerNormForward {
   const void* bias;      // or null
   void* h;
   void* out;
-  float* mean;  // or null, with rstd
-  float* rstd;
+  void* mean;  // or null, with rstd; floats
+  void* rstd;
   int64_t rows;
   float eps;
-  float inverse;  // 1 / channels
   int channels;
-  bool float_parameters;  // weight and bias are float, whatever the type of x
-  bool float_shift;
+  float inverse = 0;               // 1 / channels
+  bool float_parameters = false;  // weight and bias are float, whatever the type of x
+  bool float_shift = false;
 };
 
 struct LayerNormBackward {
@@ -57,15 +57,14 @@ struct LayerNormBackward {
   const void* h;
   const void* weight;  // or null
   const void* bias;    // or null; read only if there is an activation
-  const float* mean;
-  const float* rstd;
+  const void* mean;    // floats, as rstd
+  const void* rstd;
   void* dx;
   void* dbranch;  // dx in the type of the result, where that differs from the rows'; or null
-  float* sums;    // (blocks, 2, channels): the parts of dweight and of dbias
-  int rows;
-  float inverse;  // 1 / channels
-  int channels;
-  bool float_parameters;
+  int rows, channels;
+  float inverse = 0;  // 1 / channels
+  bool float_parameters = false;
+  float* sums = nullptr;  // (blocks, 2, channels): the parts of dweight and of dbias
 };
 
 struct GeluForward {
@@ -74,7 +73,7 @@ struct GeluForward {
   void* out;
   int64_t size;
   int channels;  // of a row; 0 without a bias
-  bool float_parameters;
+  bool float_parameters = false;
 };
 
 struct GeluBackward {
@@ -82,10 +81,10 @@ struct GeluBackward {
   const void* x;
   const void* bias;  // or null
   void* dx;
-  float* sums;  // (blocks, channels): the parts of dbias; null without a bias
   int64_t size;
   int channels;  // of a row; 0 without a bias
-  bool float_parameters;
+  bool float_parameters = false;
+  float* sums = nullptr;  // (blocks, channels): the parts of dbias; null without a bias
 };
 
 struct SumOverBlocks {
