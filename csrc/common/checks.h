@@ -222,6 +222,8 @@ struct Operator<name, function> {
 
 }  // namespace cvt_kernels
 
-// Registers the function of an operator in a library.
-#define IMPLEMENT(library, name, function) \
-  (library).impl(name, TORCH_BOX((&cvt_kernels::Operator<name, function>::run)))
+// Registers the function of an operator in a library, or on a CPU.
+#define IMPLEMENT_IN(library, name, function) \
+  (library).impl(name, TORCH_BOX((&cvt_kernels::Operator<name, &function>::run)))
+#define IMPLEMENT(name, function) \
+  STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, library) { IMPLEMENT_IN(library, name, function); }

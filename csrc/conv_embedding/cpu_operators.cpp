@@ -2,8 +2,6 @@
 //
 // Every row is computed in the same way whichever thread takes it, so results do not depend on their number.
 
-#include <torch/csrc/stable/library.h>
-
 #include "common/units.h"
 #include "conv_embedding/cpu_loops.h"
 #include "linear/packed.h"
@@ -75,9 +73,7 @@ Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const
   return out;
 }
 
+IMPLEMENT("conv_embedding_inference", conv_embedding_inference)
+
 }  // namespace
 }  // namespace cvt_kernels::conv_embedding
-
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  IMPLEMENT(m, "conv_embedding_inference", &cvt_kernels::conv_embedding::conv_embedding_inference);
-}

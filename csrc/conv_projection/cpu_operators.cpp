@@ -8,8 +8,6 @@
 #include <tuple>
 #include <vector>
 
-#include <torch/csrc/stable/library.h>
-
 #include "common/cpu.h"
 #include "common/tensors.h"
 #include "conv_projection/cpu_loops.h"
@@ -333,12 +331,9 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>
   return {result.dx, result.dweights, result.dscales, result.dshifts};
 }
 
+IMPLEMENT("conv_projection_inference", conv_projection_inference)
+IMPLEMENT("conv_projection_moments", conv_projection_moments)
+IMPLEMENT("conv_projection_gradients", conv_projection_gradients)
+
 }  // namespace
 }  // namespace cvt_kernels::conv_projection
-
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  using namespace cvt_kernels::conv_projection;
-  IMPLEMENT(m, "conv_projection_inference", &conv_projection_inference);
-  IMPLEMENT(m, "conv_projection_moments", &conv_projection_moments);
-  IMPLEMENT(m, "conv_projection_gradients", &conv_projection_gradients);
-}

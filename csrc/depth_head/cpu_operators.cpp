@@ -2,8 +2,6 @@
 //
 // Every pixel is computed in the same way whichever thread takes it, so results do not depend on their number.
 
-#include <torch/csrc/stable/library.h>
-
 #include "common/tensors.h"
 #include "common/units.h"
 #include "depth_head/cpu_loops.h"
@@ -56,9 +54,7 @@ Tensor depth_head_packed(const Tensor& given, const Tensor& taps, const Tensor& 
   return out;
 }
 
+IMPLEMENT("depth_head_packed", depth_head_packed)
+
 }  // namespace
 }  // namespace cvt_kernels::depth_head
-
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  IMPLEMENT(m, "depth_head_packed", &cvt_kernels::depth_head::depth_head_packed);
-}

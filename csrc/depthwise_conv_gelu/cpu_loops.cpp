@@ -178,24 +178,15 @@ void backward_units(const Backward& call, int64_t begin, int64_t end, A* packed)
 
 // From the types of a call to template parameters -----------------------------------------------------------
 
-template <class F>
-void with_types(DType dtype, Activation activation, F f) {
-  with_type(dtype, [&](auto type) {
-    layer_norm_gelu::with_activation<false>(activation, [&](auto constant) { f(type, constant); });
-  });
-}
-
 void forward(DType dtype, Activation activation, const Forward& call, int64_t begin, int64_t end, void* scratch) {
-  with_types(dtype, activation, [&](auto type, auto constant) {
-    using T = decltype(type);
-    forward_units<T, constant.value>(call, begin, end, static_cast<Accumulator<T>*>(scratch));
+  layer_norm_gelu::with_types<false>(dtype, activation, [&]<class T>(T, auto constant) {
+    forward_units<T, constant>(call, begin, end, static_cast<Accumulator<T>*>(scratch));
   });
 }
 
 void backward(DType dtype, Activation activation, const Backward& call, int64_t begin, int64_t end, void* scratch) {
-  with_types(dtype, activation, [&](auto type, auto constant) {
-    using T = decltype(type);
-    backward_units<T, constant.value>(call, begin, end, static_cast<Accumulator<T>*>(scratch));
+  layer_norm_gelu::with_types<false>(dtype, activation, [&]<class T>(T, auto constant) {
+    backward_units<T, constant>(call, begin, end, static_cast<Accumulator<T>*>(scratch));
   });
 }
 

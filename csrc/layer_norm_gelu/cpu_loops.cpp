@@ -93,19 +93,11 @@ void layer_norm_backward_rows(const LayerNormBackward& call, int64_t begin, int6
     const F mean_g = sum(sums[0] + sums[1]) / static_cast<A>(channels);
     const F mean_gn = sum(products[0] + products[1]) / static_cast<A>(channels);
     T* dx = static_cast<T*>(call.dx) + offset;
-    const auto gradient = [&](int64_t c, auto lanes) LAMBDA_INLINE {
-      return (load(scratch + c, lanes) - mean_g - (load(h + c, lanes) - mean) * rstd * mean_gn) * rstd;
-    };
-    if (call.dh == nullptr) {
-      for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-        store(dx + c, gradient(c, lanes), lanes);
-      });
-    } else {
-      const T* dh = static_cast<const T*>(call.dh) + offset;
-      for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-        store(dx + c, gradient(c, lanes) + load(dh + c, lanes), lanes);
-      });
-    }
+    const T* dh = call.dh == nullptr ? nullptr : static_cast<const T*>(call.dh) + offset;
+    for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      const F gradient = (load(scratch + c, lanes) - mean_g - (load(h + c, lanes) - mean) * rstd * mean_gn) * rstd;
+      store(dx + c, dh == nullptr ? gradient : gradient + load(dh + c, lanes), lanes);
+    });
   }
 }
 
@@ -154,41 +146,28 @@ void gelu_backward_rows(const GeluBackward& call, int64_t begin, int64_t end, A*
 
 // From the types of a call to template parameters -----------------------------------------------------------
 
-template <class F>
-void with_types(DType dtype, Activation activation, F f) {
-  with_type(dtype, [&](auto type) {
-    with_activation(activation, [&](auto constant) { f(type, constant); });
-  });
-}
-
 void layer_norm(DType dtype, Activation activation, const LayerNormForward& call, int64_t begin, int64_t end,
                 void* scratch) {
-  with_types(dtype, activation, [&](auto type, auto constant) {
-    using T = decltype(type);
-    layer_norm_rows<T, constant.value>(call, begin, end, static_cast<Accumulator<T>*>(scratch));
+  with_types(dtype, activation, [&]<class T>(T, auto constant) {
+    layer_norm_rows<T, constant>(call, begin, end, static_cast<Accumulator<T>*>(scratch));
   });
 }
 
 void layer_norm_backward(DType dtype, Activation activation, const LayerNormBackward& call, int64_t begin, int64_t end,
                          void* sums, void* scratch) {
-  with_types(dtype, activation, [&](auto type, auto constant) {
-    using T = decltype(type);
-    using A = Accumulator<T>;
-    layer_norm_backward_rows<T, constant.value>(call, begin, end, static_cast<A*>(sums), static_cast<A*>(scratch));
+  with_types(dtype, activation, [&]<class T, class A = Accumulator<T>>(T, auto constant) {
+    layer_norm_backward_rows<T, constant>(call, begin, end, static_cast<A*>(sums), static_cast<A*>(scratch));
   });
 }
 
 void gelu(DType dtype, Activation activation, const GeluForward& call, int64_t begin, int64_t end) {
-  with_types(dtype, activation, [&](auto type, auto constant) {
-    gelu_rows<decltype(type), constant.value>(call, begin, end);
-  });
+  with_types(dtype, activation, [&]<class T>(T, auto constant) { gelu_rows<T, constant>(call, begin, end); });
 }
 
 void gelu_backward(DType dtype, Activation activation, const GeluBackward& call, int64_t begin, int64_t end,
                    void* sums) {
-  with_types(dtype, activation, [&](auto type, auto constant) {
-    using T = decltype(type);
-    gelu_backward_rows<T, constant.value>(call, begin, end, static_cast<Accumulator<T>*>(sums));
+  with_types(dtype, activation, [&]<class T>(T, auto constant) {
+    gelu_backward_rows<T, constant>(call, begin, end, static_cast<Accumulator<T>*>(sums));
   });
 }
 

@@ -17,8 +17,6 @@
 #include <tuple>
 #include <utility>
 
-#include <torch/csrc/stable/library.h>
-
 #include "common/tensors.h"
 #include "layer_norm_gelu/activation.h"
 
@@ -193,13 +191,13 @@ std::tuple<Tensor, Tensor> gelu_backward(const Tensor& dout, const Tensor& input
 
 template <class Device>
 void register_operators(auto& library) {
-  IMPLEMENT(library, "layer_norm", &layer_norm<Device>);
-  IMPLEMENT(library, "layer_norm_inference", &layer_norm_inference<Device>);
-  IMPLEMENT(library, "add_layer_norm", &add_layer_norm<Device>);
-  IMPLEMENT(library, "add_layer_norm_inference", &add_layer_norm_inference<Device>);
-  IMPLEMENT(library, "layer_norm_backward", &layer_norm_backward<Device>);
-  IMPLEMENT(library, "gelu", &gelu<Device>);
-  IMPLEMENT(library, "gelu_backward", &gelu_backward<Device>);
+  IMPLEMENT_IN(library, "layer_norm", layer_norm<Device>);
+  IMPLEMENT_IN(library, "layer_norm_inference", layer_norm_inference<Device>);
+  IMPLEMENT_IN(library, "add_layer_norm", add_layer_norm<Device>);
+  IMPLEMENT_IN(library, "add_layer_norm_inference", add_layer_norm_inference<Device>);
+  IMPLEMENT_IN(library, "layer_norm_backward", layer_norm_backward<Device>);
+  IMPLEMENT_IN(library, "gelu", gelu<Device>);
+  IMPLEMENT_IN(library, "gelu_backward", gelu_backward<Device>);
 }
 
 }  // namespace cvt_kernels::layer_norm_gelu

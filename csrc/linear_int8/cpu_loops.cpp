@@ -34,15 +34,6 @@ void pad_row(LeftNumber* row, int64_t inputs) {
   for (int64_t i = inputs; i < end; i++) row[i] = kOffset;
 }
 
-template <class G>
-void with_float(DType dtype, G f) {
-  switch (dtype) {
-    case DType::bfloat16: return f(BFloat16{});
-    case DType::float16: return f(Half{});
-    default: return f(float{});  // the operators refuse float64
-  }
-}
-
 void quantize(DType dtype, const void* x, int64_t stride, int64_t rows, int64_t inputs, void* out, float* scales) {
   with_float(dtype, [&](auto type) {
     const auto* from = static_cast<const decltype(type)*>(x);

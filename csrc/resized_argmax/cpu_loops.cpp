@@ -128,23 +128,14 @@ void resize_row(const Logits& call, int64_t row, float* memory) {
   }
 }
 
-template <class G>
-void with_element(DType dtype, G f) {
-  switch (dtype) {
-    case DType::bfloat16: return f(BFloat16{});
-    case DType::float16: return f(Half{});
-    default: return f(float{});  // the operator refuses float64
-  }
-}
-
 void classify(DType dtype, const Logits& call, int64_t row) {
-  with_element(dtype, [&](auto type) { classify_row<decltype(type)>(call, row); });
+  with_float(dtype, [&](auto type) { classify_row<decltype(type)>(call, row); });
 }
 
 int64_t scratch_bytes(const Logits& call) { return 3 * stride_of(call) * static_cast<int64_t>(sizeof(float)); }
 
 void resize(DType dtype, const Logits& call, int64_t row, void* scratch) {
-  with_element(dtype, [&](auto type) { resize_row<decltype(type)>(call, row, static_cast<float*>(scratch)); });
+  with_float(dtype, [&](auto type) { resize_row<decltype(type)>(call, row, static_cast<float*>(scratch)); });
 }
 
 }  // namespace

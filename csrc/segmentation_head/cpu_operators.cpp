@@ -2,8 +2,6 @@
 //
 // Every pixel is computed in the same way whichever thread takes it, so results do not depend on their number.
 
-#include <torch/csrc/stable/library.h>
-
 #include "common/units.h"
 #include "linear/packed.h"
 #include "segmentation_head/cpu_loops.h"
@@ -20,7 +18,7 @@ Tensor with_channels_adjacent(const Tensor& map, const Tensor& like) {
   expect(map.size(1) <= kMostSide && map.size(2) <= kMostSide, "maps", map, "heights and widths of up to ", kMostSide);
   expect(map.scalar_type() == like.scalar_type(), "maps", map, "all of one dtype, ", shown(like.scalar_type()));
   numbers_of("maps", map);
-  return map.size(3) == 1 || map.stride(3) == 1 ? map : made_contiguous("maps", map);
+  return with_adjacent_channels("maps", map);
 }
 
 // Serves some images.
@@ -98,9 +96,7 @@ Tensor segmentation_head_packed(const std::vector<Tensor>& maps, const std::vect
   return out;
 }
 
+IMPLEMENT("segmentation_head_packed", segmentation_head_packed)
+
 }  // namespace
 }  // namespace cvt_kernels::segmentation_head
-
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  IMPLEMENT(m, "segmentation_head_packed", &cvt_kernels::segmentation_head::segmentation_head_packed);
-}
