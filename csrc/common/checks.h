@@ -138,11 +138,6 @@ inline int64_t product(const char* name, std::initializer_list<int64_t> sizes) {
   return product(name, sizes.begin(), sizes.end());
 }
 
-// What is thrown where an allocation fails.
-struct OutOfMemory : std::runtime_error {
-  explicit OutOfMemory(int64_t numbers) : runtime_error("out of memory for " + std::to_string(numbers) + " numbers") {}
-};
-
 // The height and width of a map of tokens or pixels.
 struct Map {
   int64_t height, width;

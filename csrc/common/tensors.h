@@ -139,7 +139,9 @@ inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType d
   AtenTensorHandle handle;
   const auto error = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                               static_cast<int32_t>(dtype), device_type, device_index, &handle);
-  if (error != TORCH_SUCCESS) [[unlikely]] throw OutOfMemory(numbers);  // all else was checked
+  if (error != TORCH_SUCCESS) [[unlikely]] {  // all else was checked
+    throw std::runtime_error("out of memory for " + std::to_string(numbers) + " numbers");
+  }
   return Tensor(handle);
 }
 

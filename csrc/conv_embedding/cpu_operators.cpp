@@ -22,7 +22,7 @@ void serve(const Kernels& loops, DType dtype, Embedding& call) {
 }
 
 Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const Tensor& bias, const Tensor& norm_weight,
-                                const Tensor& norm_bias, const std::optional<Tensor>& class_token, int64_t kernel,
+                                const Tensor& norm_bias, const Optional& class_token, int64_t kernel,
                                 int64_t stride, int64_t padding, double eps) {
   static const Kernels& loops = *choose(PRODUCT_TABLES);
   const DType dtype = linear::served_dtype("image", image);
@@ -35,13 +35,10 @@ Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const
   expect_eps("eps", eps);
   const int64_t channels = bias.size(0), inputs = product("kernel", {image.size(1), kernel, kernel});
   Embedding call{
-      .image = nullptr,
-      .pixels = nullptr,
       .image_step = image.stride(0),
       .channel_step = image.stride(1),
       .row_step = image.stride(2),
       .column_step = image.stride(3),
-      .images = 0,
       .in_channels = image.size(1),
       .height = image.size(2),
       .width = image.size(3),
@@ -54,8 +51,6 @@ Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const
       .norm = {linear::vector_of("norm_weight", norm_weight, channels),
                linear::vector_of("norm_bias", norm_bias, channels), static_cast<float>(eps)},
       .class_token = class_token.has_value() ? linear::vector_of("class_token", *class_token, channels) : nullptr,
-      .tile_rows = 0,
-      .out = nullptr,
   };
   const int64_t pixels = call.out_height * call.out_width, tokens = class_token.has_value() + pixels;
   product("image", {pixels, inputs});

@@ -56,15 +56,12 @@ Tensor segmentation_head_packed(const std::vector<Tensor>& maps, const std::vect
     const int64_t numbers = product("maps", {map.size(1), map.size(2), channels});
     if (i > 0) bytes += numbers * static_cast<int64_t>(sizeof(float));
     sources.push_back({
-        .data = nullptr,
         .image_step = map.stride(0),
         .row_step = map.stride(1),
         .column_step = map.stride(2),
         .height = map.size(1),
         .width = map.size(2),
         .linear = linear::layer_of(dtype, packed[i], bias, channels, map.size(3)),
-        .product = nullptr,
-        .tile_rows = 0,
     });
     if (i > 0) sources[i].linear.bias = zeros.data();
   }
@@ -75,7 +72,6 @@ Tensor segmentation_head_packed(const std::vector<Tensor>& maps, const std::vect
       .others = static_cast<int64_t>(maps.size()) - 1,
       .segments = (width + kTileRows - 1) / kTileRows,
       .classifier = linear::layer_of(dtype, classifier, classifier_bias, classes, channels),
-      .out = nullptr,
   };
   const int64_t most = std::min(images, bytes == 0 ? images : std::max<int64_t>(1, kProductBytes / bytes));
   const int64_t element = maps[0].element_size();
