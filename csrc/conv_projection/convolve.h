@@ -107,13 +107,24 @@ VECTOR_INLINE void outputs(S shape, const Branch& branch, const A* const* rows, 
   });
 }
 
+// Calls advance(n) to go on by n outputs as often as it can, from many to one.
+template <class F>
+VECTOR_INLINE void in_steps(F advance) {
+#ifndef __SANITIZE_ADDRESS__  // its checks in these two would take a minute to compile
+  advance(std::integral_constant<int, 8>{});
+  advance(std::integral_constant<int, 4>{});
+#endif
+  advance(std::integral_constant<int, 2>{});
+  advance(std::integral_constant<int, 1>{});
+}
+
 // Computes a row of output from `kernel` rows, whose vectors of channels lie `plane` apart.
 template <class T, bool adds = false, class S, class A = Accumulator<T>>
 void convolve(S shape, const Branch& branch, const A* const* rows, int64_t plane, const A* packed, int64_t size, T* out,
               int64_t pitch) {
   const int64_t step = (branch.kernel * branch.kernel + 3) * kLanes<T>;
   int64_t column = 0;
-  const auto advance = [&](auto n) LAMBDA_INLINE {
+  in_steps([&](auto n) LAMBDA_INLINE {
     for (; column + n <= branch.width; column += n) {
       const A* weights = packed;
       T* to = out + column * pitch;
@@ -127,13 +138,7 @@ void convolve(S shape, const Branch& branch, const A* const* rows, int64_t plane
         outputs<1, adds>(shape, branch, rows, offset, column + i, weights, to + i * pitch + c, pitch, Part{size - c});
       }
     }
-  };
-#ifndef __SANITIZE_ADDRESS__  // its checks in these two would take a minute to compile
-  advance(std::integral_constant<int, 8>{});
-  advance(std::integral_constant<int, 4>{});
-#endif
-  advance(std::integral_constant<int, 2>{});
-  advance(std::integral_constant<int, 1>{});
+  });
 }
 
 // Calls f with the shape of a branch. In double, which serves checks rather than models, all have the general one.

@@ -241,17 +241,11 @@ void spread_row(S shape, const Branch& branch, const A* const* rows, A* const* d
   const int64_t step = branch.stride * L;
   for (int64_t c = 0, offset = 0; c < padded; c += L, offset += plane, packed += (taps_of(branch) + 3) * L, dtaps += pitch) {
     int64_t column = 0;
-    const auto advance = [&](auto n) LAMBDA_INLINE {
+    in_steps([&](auto n) LAMBDA_INLINE {
       for (; column + n <= branch.width; column += n) {
         spread<n>(shape, branch, rows, drows, offset + column * step, packed, row + column * padded + c, padded, dtaps);
       }
-    };
-#ifndef __SANITIZE_ADDRESS__  // its checks in these two would take a minute to compile
-    advance(std::integral_constant<int, 8>{});
-    advance(std::integral_constant<int, 4>{});
-#endif
-    advance(std::integral_constant<int, 2>{});
-    advance(std::integral_constant<int, 1>{});
+    });
   }
 }
 
