@@ -45,8 +45,8 @@ struct LayerNormForward {
   void* rstd;
   int64_t rows;
   float eps;
+  float inverse = 0;  // 1 / channels
   int channels;
-  float inverse = 0;               // 1 / channels
   bool float_parameters = false;  // weight and bias are float, whatever the type of x
   bool float_shift = false;
 };
@@ -61,10 +61,11 @@ struct LayerNormBackward {
   const void* rstd;
   void* dx;
   void* dbranch;  // dx in the type of the result, where that differs from the rows'; or null
-  int rows, channels;
-  float inverse = 0;  // 1 / channels
-  bool float_parameters = false;
   float* sums = nullptr;  // (blocks, 2, channels): the parts of dweight and of dbias
+  int rows;
+  float inverse = 0;  // 1 / channels
+  int channels;
+  bool float_parameters = false;
 };
 
 struct GeluForward {
@@ -81,10 +82,10 @@ struct GeluBackward {
   const void* x;
   const void* bias;  // or null
   void* dx;
+  float* sums = nullptr;  // (blocks, channels): the parts of dbias; null without a bias
   int64_t size;
   int channels;  // of a row; 0 without a bias
   bool float_parameters = false;
-  float* sums = nullptr;  // (blocks, channels): the parts of dbias; null without a bias
 };
 
 struct SumOverBlocks {

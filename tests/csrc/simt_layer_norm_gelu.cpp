@@ -109,7 +109,7 @@ void run(const KernelCall& call) {
     auto* rstd = static_cast<float*>(memory.output(statistics, 0));
     const int64_t rows = call.rows + (call.operation == 4);  // one too many
     cuda::layer_norm<T>({adds ? addend : x, adds ? x : nullptr, shift, weight, bias, h, out, mean, rstd, rows,
-                         static_cast<float>(call.eps), channels, inverse, float_parameters, float_shift},
+                         static_cast<float>(call.eps), inverse, channels, float_parameters, float_shift},
                         activation, result, layout, launch);
   } else if (call.operation == 1) {  // its backward: addend is dh
     const auto* mean = static_cast<const float*>(memory.input(true, statistics, 0));
@@ -119,8 +119,8 @@ void run(const KernelCall& call) {
     void* dbranch = adds && result != dtype ? memory.output(result_size, result_offset) : nullptr;
     const int64_t blocks = cuda::resident_blocks(layout, call.rows, static_cast<int>(call.multiprocessors));
     float* sums = sums_of(blocks, 2);
-    cuda::layer_norm_backward<T>({dout, addend, x, weight, bias, mean, rstd, dx, dbranch,
-                                  static_cast<int>(call.rows), channels, inverse, float_parameters, sums},
+    cuda::layer_norm_backward<T>({dout, addend, x, weight, bias, mean, rstd, dx, dbranch, sums,
+                                  static_cast<int>(call.rows), inverse, channels, float_parameters},
                                  activation, result, layout, blocks, launch);
     sum(sums, 2, blocks);
   } else {  // gelu, and its backward
@@ -140,7 +140,7 @@ void run(const KernelCall& call) {
                                              : cuda::resident_blocks(layout, call.rows,
                                                                      static_cast<int>(call.multiprocessors));
       float* sums = bias == nullptr ? nullptr : sums_of(blocks, 1);
-      cuda::gelu_backward<T>({dout, x, bias, dx, elements, width, float_parameters, sums}, activation, layout,
+      cuda::gelu_backward<T>({dout, x, bias, dx, sums, elements, width, float_parameters}, activation, layout,
                              blocks, launch);
       if (bias != nullptr) sum(sums, 1, blocks);
     }
