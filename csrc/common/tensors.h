@@ -52,6 +52,18 @@ inline bool same_device(const Tensor& a, const Tensor& b) {
   return a.is_cuda() == b.is_cuda() && (!a.is_cuda() || a.get_device_index() == b.get_device_index());
 }
 
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+// Refuses a tensor that has not the sizes, by what they mean, a dtype and the device of x.
+inline void expect_sizes(const char* name, const Tensor& tensor, Sizes sizes, ScalarType dtype, const Tensor& x,
+                         const char* meaning) {
+  const auto got = tensor.sizes();
+  if (!std::equal(got.begin(), got.end(), sizes.begin(), sizes.end()) || tensor.scalar_type() != dtype) [[unlikely]] {
+    refuse(name, tensor, shown(dtype), " ", meaning, ", ", listed(sizes));
+  }
+  expect(same_device(tensor, x), name, tensor, "the device of x");
+}
+
 // The tensor in contiguous memory.
 inline Tensor made_contiguous(const char* name, const Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;
@@ -65,11 +77,7 @@ inline Tensor made_contiguous(const char* name, const Tensor& tensor) {
 
 // The same, after a check that it has the shape and device of x, and a dtype.
 inline Tensor contiguous_like(const char* name, const Tensor& tensor, const Tensor& x, ScalarType dtype) {
-  const auto sizes = tensor.sizes(), expected = x.sizes();
-  expect(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), name, tensor, "the shape of ", Shown{x});
-  expect(tensor.scalar_type() == dtype, name, tensor, "the dtype of ", dtype == x.scalar_type() ? "x" : "the result", ", ",
-         shown(dtype));
-  expect(same_device(tensor, x), name, tensor, "the device of x");
+  expect_sizes(name, tensor, x.sizes(), dtype, x, "of the shape of x");
   return made_contiguous(name, tensor);
 }
 
@@ -126,7 +134,7 @@ inline std::atomic<bool> dispatches_allocations{false};
 
 // A new tensor, uninitialized and contiguous, on the device of `like`; as a rule without the operator lookup by name of
 // torch::stable::empty.
-inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype, const Tensor& like) {
+inline Tensor empty(Sizes sizes, ScalarType dtype, const Tensor& like) {
   const int64_t numbers = product("result", sizes.begin(), sizes.end());
   if (dispatches_allocations.load(std::memory_order_relaxed)) {
     return torch::stable::empty(sizes, dtype, std::nullopt, like.device());
@@ -147,7 +155,7 @@ inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType d
 
 // A new tensor of numbers that f(i) gives.
 template <class F>
-Tensor tensor_of(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type, const Tensor& like, F f) {
+Tensor tensor_of(Sizes sizes, ScalarType type, const Tensor& like, F f) {
   const Tensor result = empty(sizes, type, like);
   with_type(dtype_of("result", type), [&](auto stored) {
     using T = decltype(stored);

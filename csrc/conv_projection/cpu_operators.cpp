@@ -229,24 +229,28 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> conv_projection_moments(
     const auto of_image = [&](int64_t image, int64_t quantity, int64_t c) {
       return of_images[(image * quantities + 2 * b + quantity) * call.channels + c];
     };
-    std::vector<double> mean(call.channels), variance(call.channels);
-    for (int64_t c = 0; c < call.channels; c++) {
-      for (int64_t image = 0; image < call.batch; image++) mean[c] += of_image(image, 0, c) / images;
+    const auto mean = [&](int64_t c) {
+      double sum = 0;
+      for (int64_t image = 0; image < call.batch; image++) sum += of_image(image, 0, c) / images;
+      return sum;
+    };
+    const auto variance = [&](int64_t c) {
+      const double center = mean(c);
+      double sum = 0;
       for (int64_t image = 0; image < call.batch; image++) {
-        const double delta = of_image(image, 0, c) - mean[c];
-        variance[c] += (of_image(image, 1, c) / pixels + delta * delta) / images;
+        const double delta = of_image(image, 0, c) - center;
+        sum += (of_image(image, 1, c) / pixels + delta * delta) / images;
       }
-    }
-    means.push_back(tensor_of({call.channels}, accumulator_of(x), x, [&](int64_t c) { return mean[c]; }));
-    variances.push_back(tensor_of({call.channels}, accumulator_of(x), x, [&](int64_t c) { return variance[c]; }));
+      return sum;
+    };
+    means.push_back(tensor_of({call.channels}, accumulator_of(x), x, mean));
+    variances.push_back(tensor_of({call.channels}, accumulator_of(x), x, variance));
   }
   return {means, variances};
 }
 
-struct Gradients {
-  Tensor dx;
-  std::vector<Tensor> dweights, dscales, dshifts;
-};
+// Of x, and for each branch of its weight, scale and shift.
+using Gradients = std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>>;
 
 template <class A>
 Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& douts,
@@ -260,6 +264,7 @@ Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& dou
   const std::vector<double> sums = total<A>(arguments, training, 2 * call.count, loops().sums);
 
   Gradients result;
+  auto& [dx, dweights, dscales, dshifts] = result;
   std::vector<A> vectors(3 * call.count * channels);
   int64_t taps = 0;
   for (int64_t b = 0; b < call.count; b++) {
@@ -280,18 +285,18 @@ Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& dou
     const auto gradient = [&](int64_t quantity) {
       return tensor_of({channels}, accumulator_of(x), x, [&](int64_t c) { return sum[quantity * channels + c]; });
     };
-    result.dshifts.push_back(gradient(0));
-    result.dscales.push_back(gradient(1));
+    dshifts.push_back(gradient(0));
+    dscales.push_back(gradient(1));
     taps += branch.kernel * branch.kernel;
   }
 
-  result.dx = empty({call.batch, x.size(1), channels}, x.scalar_type(), x);
-  training.dx = result.dx.mutable_data_ptr();
+  dx = empty({call.batch, x.size(1), channels}, x.scalar_type(), x);
+  training.dx = dx.mutable_data_ptr();
   const std::vector<double> dtaps = total<A>(arguments, training, taps, loops().gradients);
   const double* first = dtaps.data();
   for (const Branch& branch : arguments.branches) {
     const int64_t kernel = branch.kernel, size = kernel * kernel;
-    result.dweights.push_back(tensor_of({channels, 1, kernel, kernel}, x.scalar_type(), x, [&](int64_t i) {
+    dweights.push_back(tensor_of({channels, 1, kernel, kernel}, x.scalar_type(), x, [&](int64_t i) {
       return first[i % size * channels + i / size];
     }));
     first += size * channels;
@@ -299,11 +304,10 @@ Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& dou
   return result;
 }
 
-std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>> conv_projection_gradients(
-    const std::vector<Tensor>& douts, const Tensor& input, int64_t height, int64_t width,
-    const std::vector<Tensor>& weights, const std::vector<Optional>& norms,
-    const std::vector<int64_t>& geometry, const std::vector<double>& eps, const std::vector<int64_t>& constant,
-    const std::vector<int64_t>& summands) {
+Gradients conv_projection_gradients(const std::vector<Tensor>& douts, const Tensor& input, int64_t height, int64_t width,
+                                    const std::vector<Tensor>& weights, const std::vector<Optional>& norms,
+                                    const std::vector<int64_t>& geometry, const std::vector<double>& eps,
+                                    const std::vector<int64_t>& constant, const std::vector<int64_t>& summands) {
   const size_t count = weights.size();
   expect_count("douts", douts, count);
   expect_count("norms", norms, 3 * count);
@@ -318,17 +322,12 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>
     const Optional* norm = &norms[3 * i];
     const Branch& branch =
         arguments.normalize(i, {}, {}, norm[1], norm[2], eps[i], accumulator, "an accumulator");
-    const Tensor& dout = douts[i];
-    expect(dout.dim() == 3 && dout.size(0) == x.size(0) && dout.size(1) == arguments.tokens_of(branch) &&
-               dout.size(2) == x.size(2) && dout.scalar_type() == x.scalar_type(),
-           "douts", dout, "the shape of the output, (", x.size(0), ", ", arguments.tokens_of(branch), ", ", x.size(2),
-           "), in the dtype of x, ", shown(x.scalar_type()));
+    expect_sizes("douts", douts[i], {x.size(0), arguments.tokens_of(branch), x.size(2)}, x.scalar_type(), x,
+                 "of the shape of the output");
   }
   plan(arguments.call, accumulator_bytes(x), kTrainingRowBytes, kTrainingUnits);
-  const Gradients result = accumulator == ScalarType::Double
-                               ? compute_gradients<double>(arguments, douts, norms, constant)
-                               : compute_gradients<float>(arguments, douts, norms, constant);
-  return {result.dx, result.dweights, result.dscales, result.dshifts};
+  return accumulator == ScalarType::Double ? compute_gradients<double>(arguments, douts, norms, constant)
+                                           : compute_gradients<float>(arguments, douts, norms, constant);
 }
 
 IMPLEMENT("conv_projection_inference", conv_projection_inference)

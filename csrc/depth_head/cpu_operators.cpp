@@ -12,11 +12,9 @@ namespace {
 constexpr int64_t kMostSide = 1 << 20;        // of the map
 constexpr int64_t kFewestRows = 4, kMostRows = 16;  // that a thread takes together; with each, up to four more are multiplied
 
-const float* floats_of(const char* name, const Tensor& tensor, std::vector<int64_t> sizes) {
-  const auto got = tensor.sizes();
-  expect(tensor.scalar_type() == ScalarType::Float && tensor.is_contiguous() && got.size() == sizes.size() &&
-             std::equal(sizes.begin(), sizes.end(), got.begin()),
-         name, tensor, "float32, contiguous, of the channels of the map and of bias");
+const float* floats_of(const char* name, const Tensor& tensor, Sizes sizes) {
+  expect_sizes(name, tensor, sizes, ScalarType::Float, tensor, "of the channels of the map and of bias");
+  expect(tensor.is_contiguous(), name, tensor, "one of contiguous memory");
   return static_cast<const float*>(tensor.const_data_ptr());
 }
 

@@ -36,12 +36,9 @@ struct Arguments {
       : x(with_adjacent_channels("x", input)), dtype(dtype_of("x", x)), weight(made_contiguous("weight", kernel)) {
     expect(class_tokens_of(x, height, width) == 0, "x", x, height, " · ", width, " tokens");
     const int64_t channels = x.size(2);
-    expect(weight.dim() == 4 && weight.size(0) == channels && weight.size(1) == 1 && weight.size(2) == 3 &&
-               weight.size(3) == 3 && weight.scalar_type() == x.scalar_type() && same_device(weight, x),
-           "weight", weight, "(channels, 1, 3, 3) in the dtype and on the device of x, ", Shown{x});
+    expect_sizes("weight", weight, {channels, 1, 3, 3}, x.scalar_type(), x, "(channels, 1, 3, 3)");
     if (shift.has_value()) {
-      check_parameter("bias", *shift, x);
-      expect(shift->scalar_type() == x.scalar_type(), "bias", *shift, "the dtype of x, ", shown(x.scalar_type()));
+      expect_sizes("bias", *shift, {channels}, x.scalar_type(), x, "(channels,)");
       bias = made_contiguous("bias", *shift);
     }
     const int64_t fitting = std::max(kLeastBlock, kRowBytes / (3 * width * accumulator_bytes(x)));

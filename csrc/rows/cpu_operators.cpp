@@ -74,10 +74,7 @@ void check_images(const Index& index, int64_t images) {
 // The values in contiguous memory, after a check that there is a row of channels, of the dtype of `like`, for each of an index.
 Optional values_of(const Optional& given, const Index& index, int64_t channels, const Tensor& like) {
   if (!given.has_value()) return std::nullopt;
-  expect(given->dim() == 3 && given->size(0) == index.images && given->size(1) == index.count &&
-             given->size(2) == channels && given->scalar_type() == like.scalar_type(),
-         "values", *given, "(batch, rows, channels) of the dtype of x: ", shown(like.scalar_type()), " (", index.images, ", ",
-         index.count, ", ", channels, ")");
+  expect_sizes("values", *given, {index.images, index.count, channels}, like.scalar_type(), like, "(batch, rows, channels)");
   return made_contiguous("values", *given);
 }
 
