@@ -90,6 +90,11 @@ const Kernels* choose(const Kernels* const (&tables)[count]) {
   return tables[std::min(static_cast<int>(find_instruction_set()), count - 1)];
 }
 
+constexpr int64_t kGrain = 16384;  // numbers that are worth a thread
+
+// As many units, of some numbers each, as are worth a thread.
+inline int64_t grain_of(int64_t numbers) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, numbers)); }
+
 // Calls f(begin, end) for parts of 0 to `size` in several threads, each part of at least `grain`. What f throws is thrown
 // here again: torch's own function loses what was said.
 template <class F>

@@ -190,6 +190,15 @@ void read_row(const Projection& call, int64_t first, int64_t image, int64_t row,
   }
 }
 
+// Copies sums (vectors, quantities, lanes) to where they lie as (quantities, channels).
+template <int most, class Q>
+void write_sums(const Q* sums, int64_t size, int64_t quantities, Q* out, int64_t channels) {
+  for (int64_t c = 0; c < size; c += most) {
+    const int64_t lanes = at_most<int64_t>(size - c, most);
+    for (int64_t i = 0; i < quantities; i++, sums += most) std::memcpy(out + i * channels + c, sums, lanes * sizeof(Q));
+  }
+}
+
 // Packs the branches of the block that begins at `first`; returns what lies behind them.
 template <class T, class A = Accumulator<T>>
 A* pack_branches(const Projection& call, int64_t first, A* packed) {

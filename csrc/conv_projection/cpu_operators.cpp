@@ -18,7 +18,6 @@ namespace {
 constexpr int64_t kRowBytes = 20480;   // bytes of the rows held, which leave room in L1 for weights and outputs
 constexpr int64_t kTrainingRowBytes = 49152;  // likewise, in L2: tokens are read more often from main memory than rows
 constexpr int64_t kTrainingUnits = 16;  // to cut a small batch into, if it has the channels
-constexpr int64_t kUnitSize = 16384;   // elements of x that are worth a thread
 
 const Kernels& loops() {
   static const Kernels& chosen = *choose(KERNEL_TABLES);
@@ -41,7 +40,7 @@ void plan(Projection& call, int64_t bytes, int64_t row_bytes = kRowBytes, int64_
   const int64_t fitting = (whole * kChannelStep * channel + row_bytes - 1) / row_bytes;
   const int64_t blocks = std::max(fitting, std::min(whole, units / std::max<int64_t>(1, call.batch)));
   call.block = std::max<int64_t>(1, (whole + blocks - 1) / blocks) * kChannelStep;
-  call.bands = std::clamp<int64_t>(call.height * call.width * call.block / kUnitSize, 1, call.height);
+  call.bands = std::clamp<int64_t>(call.height * call.width * call.block / kGrain, 1, call.height);
 }
 
 // A call on x (batch, tokens, channels), and all that it points to.

@@ -316,20 +316,6 @@ void gradients_of(const Unit<T, A>& unit) {
 
 // Units ------------------------------------------------------------------------------------------------------
 
-// Copies the sums of a unit to their place in the sums of all units.
-template <class T, class Q>
-void write_sums(const Unit<T, Q>& unit) {
-  const int64_t channels = unit.forward().channels, quantities = unit.call.quantities;
-  Q* out = static_cast<Q*>(unit.call.sums) + unit.image * quantities * channels + unit.first;
-  for (int64_t c = 0; c < unit.size(); c += kLanes<T>) {
-    const int64_t lanes = unit.size() - c < kLanes<T> ? unit.size() - c : kLanes<T>;
-    for (int64_t quantity = 0; quantity < quantities; quantity++) {
-      const Q* from = unit.sums + c * quantities + quantity * kLanes<T>;
-      std::memcpy(out + quantity * channels + c, from, lanes * sizeof(Q));
-    }
-  }
-}
-
 // Serves units by f, with the blocks of channels outermost: a block's weights serve all images.
 template <class T, class Q>
 void serve_units(const Training& call, int64_t begin, int64_t end, void* scratch, void (*f)(const Unit<T, Q>&)) {
@@ -348,7 +334,8 @@ void serve_units(const Training& call, int64_t begin, int64_t end, void* scratch
     const Unit<T, Q> unit{call, first, image, sums, zeros, ring, dring, packed, row};
     std::memset(sums, 0, call.quantities * forward.block * sizeof(Q));
     f(unit);
-    write_sums(unit);
+    Q* out = static_cast<Q*>(call.sums) + image * call.quantities * forward.channels + first;
+    write_sums<kLanes<T>>(sums, unit.size(), call.quantities, out, forward.channels);
   }
 }
 

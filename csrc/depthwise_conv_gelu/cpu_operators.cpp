@@ -17,7 +17,6 @@
 namespace cvt_kernels::depthwise_conv_gelu {
 namespace {
 
-constexpr int64_t kGrain = 16384;       // elements that are worth a thread
 constexpr int64_t kRowBytes = 262144;   // of three rows of accumulators, which leave room in L2 for what else is read
 constexpr int64_t kLeastBlock = 128;    // channels, since neighbors in memory are read quicker
 constexpr int64_t kBackwardUnits = 16;  // to cut a small batch into
@@ -75,8 +74,7 @@ Tensor depthwise_conv_gelu(const Tensor& input, int64_t height, int64_t width, c
   const Tensor out = empty(arguments.x.sizes(), arguments.x.scalar_type(), arguments.x);
   const Forward call{conv, out.mutable_data_ptr()};
   const int64_t bytes = parameters_size(conv) * accumulator_bytes(arguments.x);
-  const int64_t grain = std::max<int64_t>(1, kGrain / (conv.width * conv.block));
-  parallel_for_with_scratch(arguments.blocks() * conv.batch * conv.height, grain, bytes,
+  parallel_for_with_scratch(arguments.blocks() * conv.batch * conv.height, grain_of(conv.width * conv.block), bytes,
                             [&](int64_t begin, int64_t end, void* scratch) {
     loops().forward(arguments.dtype, function, call, begin, end, scratch);
   });
@@ -94,13 +92,12 @@ std::tuple<Tensor, Tensor, Tensor> compute_gradients(const Arguments& arguments,
   std::vector<A> sums(product("x", {parts, size}));
   const Backward call{conv, dout.const_data_ptr(), dx.mutable_data_ptr(), bands, sums.data()};
   const int64_t bytes = backward_size(conv) * static_cast<int64_t>(sizeof(A));
-  const int64_t grain = std::max<int64_t>(1, kGrain * bands / (conv.height * conv.width * conv.block));
+  const int64_t grain = grain_of(conv.height * conv.width * conv.block / bands);
   parallel_for_with_scratch(arguments.blocks() * parts, grain, bytes, [&](int64_t begin, int64_t end, void* scratch) {
     loops().backward(arguments.dtype, activation, call, begin, end, scratch);
   });
   std::vector<double> totals(size);
-  const int64_t share = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, parts));
-  parallel_for(size, share, [&](int64_t begin, int64_t end) {
+  parallel_for(size, grain_of(parts), [&](int64_t begin, int64_t end) {
     for (int64_t part = 0; part < parts; part++) {
       for (int64_t i = begin; i < end; i++) totals[i] += sums[part * size + i];
     }

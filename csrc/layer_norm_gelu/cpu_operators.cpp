@@ -13,22 +13,16 @@
 namespace cvt_kernels::layer_norm_gelu {
 namespace {
 
-constexpr int64_t kGrain = 16384;         // elements that are worth a thread
 constexpr int64_t kBlock = 4096;          // elements of a gelu without bias that are taken together
 constexpr int64_t kChunks = 128;          // the most partial sums over rows
 constexpr int64_t kChunkRows = 16;        // the fewest rows of a partial sum
 constexpr int64_t kChunkElements = 8192;  // the fewest elements of a partial sum
 constexpr int64_t kSumRows = 128;         // the most rows that are added one after another
 
-template <class F>
-void for_rows(int64_t rows, int64_t channels, const F& f) {
-  parallel_for(rows, std::max<int64_t>(1, kGrain / channels), f);
-}
-
 // Calls f(begin, end) for the same blocks of a flat tensor, however many threads share them.
 template <class F>
 void for_blocks(int64_t size, const F& f) {
-  parallel_for((size + kBlock - 1) / kBlock, kGrain / kBlock, [&](int64_t begin, int64_t end) {
+  parallel_for((size + kBlock - 1) / kBlock, grain_of(kBlock), [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; block++) f(block * kBlock, std::min(size, (block + 1) * kBlock));
   });
 }
@@ -64,8 +58,7 @@ std::vector<A> sum_over_rows(int64_t rows, int64_t channels, int64_t size, const
       std::max({kChunkRows, (rows + kChunks - 1) / kChunks, (kChunkElements + channels - 1) / channels});
   const int64_t chunks = std::max<int64_t>(1, (rows + chunk_rows - 1) / chunk_rows);
   std::vector<A> sums(chunks * size);
-  const int64_t grain = std::max<int64_t>(1, kGrain / (chunk_rows * channels));
-  parallel_for(chunks, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(chunks, grain_of(chunk_rows * channels), [&](int64_t begin, int64_t end) {
     std::vector<A> scratch(channels), pairs(size_of_pairs(chunk_rows, kSumRows, size));
     for (int64_t chunk = begin; chunk < end; chunk++) {
       sum_in_pairs(chunk * chunk_rows, std::min(rows, (chunk + 1) * chunk_rows), kSumRows, size, pairs.data(),
@@ -125,7 +118,7 @@ class Cpu {
   void layer_norm(const LayerNormForward& call, const Parameters&, const Parameters&, Activation activation, ScalarType result,
                   bool served) const {
     check_result("dtype", result);
-    const int64_t rows = call.rows, grain = std::max<int64_t>(1, kGrain / call.channels);
+    const int64_t rows = call.rows, grain = grain_of(call.channels);
     const auto run = [&](int64_t begin, int64_t end) {
       std::vector<double> scratch(call.channels);
       loops_.layer_norm(dtype_, activation, call, begin, end, scratch.data());
@@ -148,7 +141,7 @@ class Cpu {
 
   void gelu(GeluForward call, const Parameters&, Activation activation) const {
     const auto run = [&](int64_t begin, int64_t end) { loops_.gelu(dtype_, activation, call, begin, end); };
-    if (call.bias != nullptr) return for_rows(call.size / call.channels, call.channels, run);
+    if (call.bias != nullptr) return parallel_for(call.size / call.channels, grain_of(call.channels), run);
     call.channels = 1;
     for_blocks(call.size, run);
   }

@@ -13,7 +13,6 @@
 namespace cvt_kernels::linear_int8 {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // numbers that are worth a thread
 // The most rows that are multiplied together: of more, the results lie on more pages than the CPU keeps track of.
 constexpr int64_t kMostRows = 32;
 
@@ -63,8 +62,8 @@ std::tuple<Tensor, Tensor> quantized(const Tensor& x, Rows rows) {
   const Tensor scales = empty(sizes, ScalarType::Float, x);
   int8_t* numbers = static_cast<int8_t*>(values.mutable_data_ptr());
   float* of_rows = static_cast<float*>(scales.mutable_data_ptr());
-  const int64_t grain = std::max<int64_t>(1, kGrain / matrix.columns), bytes = matrix.columns * sizeof(float);
-  parallel_for_with_scratch(matrix.rows, grain, bytes, [&](int64_t begin, int64_t end, char* scratch) {
+  const int64_t bytes = matrix.columns * sizeof(float);
+  parallel_for_with_scratch(matrix.rows, grain_of(matrix.columns), bytes, [&](int64_t begin, int64_t end, char* scratch) {
     kernels().quantize_rows(dtype, rows, begin, end, reinterpret_cast<float*>(scratch), numbers, of_rows);
   });
   return {values, scales};

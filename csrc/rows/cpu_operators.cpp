@@ -11,13 +11,6 @@
 namespace cvt_kernels::rows {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // elements that are worth a thread
-
-template <class F>
-void for_rows(int64_t rows, int64_t channels, const F& f) {
-  parallel_for(rows, std::max<int64_t>(1, kGrain / channels), f);
-}
-
 // The index (images, count) of rows, each a token of its image or negative; it refuses others.
 class Index {
  public:
@@ -81,7 +74,7 @@ Optional values_of(const Optional& given, const Index& index, int64_t channels, 
 // Copies rows to where they lie one after the other: from(i), or zeros where that is null.
 template <class F>
 void copy_rows(int64_t rows, int64_t channels, int64_t bytes, void* out, const F& from) {
-  for_rows(rows, channels, [&](int64_t begin, int64_t end) {
+  parallel_for(rows, grain_of(channels), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       char* to = static_cast<char*>(out) + i * bytes;
       if (const char* row = from(i)) std::memcpy(to, row, bytes);
@@ -138,7 +131,7 @@ void scatter_rows_(const Tensor& x, const Tensor& rows, const Tensor& values) {
   const char* from = static_cast<const char*>(written.const_data_ptr());
   char* to = static_cast<char*>(x.mutable_data_ptr());
   const int64_t tokens = x.size(1), bytes = x.size(2) * x.element_size();
-  for_rows(index.images * index.count, x.size(2), [&](int64_t begin, int64_t end) {
+  parallel_for(index.images * index.count, grain_of(x.size(2)), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t token = index.data[i];
       if (token >= 0) std::memcpy(to + (i / index.count * tokens + token) * bytes, from + i * bytes, bytes);
