@@ -24,7 +24,7 @@ void serve(const Kernels& loops, DType dtype, Embedding& call) {
 Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const Tensor& bias, const Tensor& norm_weight,
                                 const Tensor& norm_bias, const Optional& class_token, int64_t kernel,
                                 int64_t stride, int64_t padding, double eps) {
-  static const Kernels& loops = *choose(PRODUCT_TABLES);
+  const Kernels& loops = *choose(PRODUCT_TABLES);
   const DType dtype = linear::served_dtype("image", image);
   expect(image.dim() == 4 && image.size(1) > 0 && image.size(2) > 0 && image.size(3) > 0, "image", image,
          "(batch, channels, height, width)");

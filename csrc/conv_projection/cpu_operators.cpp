@@ -19,11 +19,6 @@ constexpr int64_t kRowBytes = 20480;   // bytes of the rows held, which leave ro
 constexpr int64_t kTrainingRowBytes = 49152;  // likewise, in L2: tokens are read more often from main memory than rows
 constexpr int64_t kTrainingUnits = 16;  // to cut a small batch into, if it has the channels
 
-const Kernels& loops() {
-  static const Kernels& chosen = *choose(KERNEL_TABLES);
-  return chosen;
-}
-
 // Cuts the work into at least so many units if possible, for accumulators of `bytes` and rows of `row_bytes`.
 void plan(Projection& call, int64_t bytes, int64_t row_bytes = kRowBytes, int64_t units = 1) {
   call.margin = 0;
@@ -174,7 +169,7 @@ std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t heigh
   if (call.batch == 0) return outs;
   parallel_for_with_scratch(arguments.blocks() * call.batch * call.bands, 1, scratch_size(call, 1) * bytes,
                             [&](int64_t begin, int64_t end, void* scratch) {
-    loops().project(arguments.dtype, call, begin, end, scratch);
+    choose(KERNEL_TABLES)->project(arguments.dtype, call, begin, end, scratch);
   });
   return outs;
 }
@@ -220,7 +215,7 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> conv_projection_moments(
   Projection& call = arguments.call;
   plan(call, accumulator_bytes(x), kTrainingRowBytes, kTrainingUnits);
   const int64_t quantities = 2 * call.count;
-  const std::vector<double> of_images = sum_images<double>(arguments, {}, quantities, loops().statistics);
+  const std::vector<double> of_images = sum_images<double>(arguments, {}, quantities, choose(KERNEL_TABLES)->statistics);
   std::vector<Tensor> means, variances;
   for (int64_t b = 0; b < call.count; b++) {
     const double images = static_cast<double>(call.batch);
@@ -260,7 +255,7 @@ Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& dou
   std::vector<BranchGradient> gradients(call.count);
   Training training{.forward = {}, .gradients = gradients.data(), .dx = nullptr, .sums = nullptr, .quantities = 0};
   for (int64_t b = 0; b < call.count; b++) gradients[b].dout = arguments.keep("douts", douts[b]);
-  const std::vector<double> sums = total<A>(arguments, training, 2 * call.count, loops().sums);
+  const std::vector<double> sums = total<A>(arguments, training, 2 * call.count, choose(KERNEL_TABLES)->sums);
 
   Gradients result;
   auto& [dx, dweights, dscales, dshifts] = result;
@@ -291,7 +286,7 @@ Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& dou
 
   dx = empty({call.batch, x.size(1), channels}, x.scalar_type(), x);
   training.dx = dx.mutable_data_ptr();
-  const std::vector<double> dtaps = total<A>(arguments, training, taps, loops().gradients);
+  const std::vector<double> dtaps = total<A>(arguments, training, taps, choose(KERNEL_TABLES)->gradients);
   const double* first = dtaps.data();
   for (const Branch& branch : arguments.branches) {
     const int64_t kernel = branch.kernel, size = kernel * kernel;

@@ -20,7 +20,7 @@ const float* floats_of(const char* name, const Tensor& tensor, Sizes sizes) {
 
 Tensor depth_head_packed(const Tensor& given, const Tensor& taps, const Tensor& bias, const Tensor& last, double last_bias,
                          double max_depth) {
-  static const Kernels& loops = *choose(PRODUCT_TABLES);
+  const Kernels& loops = *choose(PRODUCT_TABLES);
   expect(given.dim() == 4 && given.size(1) > 0 && given.size(2) > 0 && given.size(3) > 0, "x", given,
          "(batch, channels, height, width)");
   expect(given.size(2) <= kMostSide && given.size(3) <= kMostSide, "x", given, "heights and widths of up to ", kMostSide);

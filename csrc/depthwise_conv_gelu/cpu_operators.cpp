@@ -22,11 +22,6 @@ constexpr int64_t kLeastBlock = 128;    // channels, since neighbors in memory a
 constexpr int64_t kBackwardUnits = 16;  // to cut a small batch into
 constexpr int64_t kBandRows = 16;       // the fewest of a band, around which two are computed again
 
-const Kernels& loops() {
-  static const Kernels& chosen = *choose(KERNEL_TABLES);
-  return chosen;
-}
-
 // A call on x (batch, tokens, channels), and the tensors that it points to. It is cut into so many units, if the channels
 // allow.
 struct Arguments {
@@ -76,7 +71,7 @@ Tensor depthwise_conv_gelu(const Tensor& input, int64_t height, int64_t width, c
   const int64_t bytes = parameters_size(conv) * accumulator_bytes(arguments.x);
   parallel_for_with_scratch(arguments.blocks() * conv.batch * conv.height, grain_of(conv.width * conv.block), bytes,
                             [&](int64_t begin, int64_t end, void* scratch) {
-    loops().forward(arguments.dtype, function, call, begin, end, scratch);
+    choose(KERNEL_TABLES)->forward(arguments.dtype, function, call, begin, end, scratch);
   });
   return out;
 }
@@ -94,7 +89,7 @@ std::tuple<Tensor, Tensor, Tensor> compute_gradients(const Arguments& arguments,
   const int64_t bytes = backward_size(conv) * static_cast<int64_t>(sizeof(A));
   const int64_t grain = grain_of(conv.height * conv.width * conv.block / bands);
   parallel_for_with_scratch(arguments.blocks() * parts, grain, bytes, [&](int64_t begin, int64_t end, void* scratch) {
-    loops().backward(arguments.dtype, activation, call, begin, end, scratch);
+    choose(KERNEL_TABLES)->backward(arguments.dtype, activation, call, begin, end, scratch);
   });
   std::vector<double> totals(size);
   parallel_for(size, grain_of(parts), [&](int64_t begin, int64_t end) {

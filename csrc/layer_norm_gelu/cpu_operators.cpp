@@ -179,12 +179,7 @@ class Cpu {
     return dtype_ == DType::float64 ? run(0.0) : run(0.0f);
   }
 
-  static const Kernels& loops() {
-    static const Kernels& chosen = *choose(KERNEL_TABLES);
-    return chosen;
-  }
-
-  const Kernels& loops_ = loops();
+  const Kernels& loops_ = *choose(KERNEL_TABLES);
   const DType dtype_;
 };
 

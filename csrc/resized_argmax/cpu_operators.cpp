@@ -10,7 +10,7 @@ namespace cvt_kernels::resized_argmax {
 namespace {
 
 Tensor resized_argmax(const Tensor& given, int64_t height, int64_t width) {
-  static const Kernels& loops = *choose(KERNEL_TABLES);
+  const Kernels& loops = *choose(KERNEL_TABLES);
   expect(given.dim() == 4 && given.size(1) > 0 && given.size(2) > 0 && given.size(3) > 0, "logits", given,
          "(batch, height, width, classes)");
   expect(given.size(3) < int64_t{1} << 31, "logits", given, "fewer than 2^31 classes");

@@ -38,7 +38,7 @@ void serve(const Kernels& loops, DType dtype, int64_t images, std::vector<Source
 
 Tensor segmentation_head_packed(const std::vector<Tensor>& maps, const std::vector<Tensor>& packed, const Tensor& bias,
                                 const Tensor& classifier, const Tensor& classifier_bias) {
-  static const Kernels& loops = *choose(PRODUCT_TABLES);
+  const Kernels& loops = *choose(PRODUCT_TABLES);
   expect(!maps.empty(), "maps", maps, "at least 1");
   expect_count("packed", packed, maps.size());
   const DType dtype = linear::served_dtype("maps", maps[0]);
