@@ -165,5 +165,5 @@ PYBIND11_MODULE(_C, m) {
         "Returns the bytes that the operators of the CPU keep for later calls.");
   m.def("release_workspace", [] { cvt_kernels::WorkspacePool::instance().release(); },
         "Frees the memory that the operators of the CPU keep for later calls and that none uses now.");
-  cvt_kernels::snapshots::define(m);
+  m.def("state", &cvt_kernels::snapshots::state, "Returns the state of modules and tensors.");
 }

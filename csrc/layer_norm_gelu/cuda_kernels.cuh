@@ -75,24 +75,18 @@ __device__ __forceinline__ void unpack(uint32_t bits, Half, float& low, float& h
 #endif
 }
 
-__device__ __forceinline__ uint32_t pack(float low, float high, BFloat16) {
-  uint32_t bits;
+template <class T>
+__device__ __forceinline__ uint32_t pack(float low, float high, T) {
+  constexpr bool is_half = std::is_same_v<T, Half>;
 #ifdef __CUDA_ARCH__
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-#else
-  bits = bfloat16_of(low) | bfloat16_of(high) << 16;
-#endif
-  return bits;
-}
-
-__device__ __forceinline__ uint32_t pack(float low, float high, Half) {
   uint32_t bits;
-#ifdef __CUDA_ARCH__
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-#else
-  bits = half_of(low) | half_of(high) << 16;
-#endif
+  if constexpr (is_half) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
   return bits;
+#else
+  if constexpr (is_half) return half_of(low) | half_of(high) << 16;
+  else return bfloat16_of(low) | bfloat16_of(high) << 16;
+#endif
 }
 
 // VECTOR adjacent values as they lie in memory, which take half as many registers as floats where they have 16 bits.
