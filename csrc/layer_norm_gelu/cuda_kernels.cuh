@@ -245,22 +245,6 @@ struct Place {
   }
 };
 
-// The place of a thread's vectors in a piece of a flat tensor, which a block has for itself.
-template <int VECTOR, int VECTORS>
-struct Piece {
-  const int64_t first;
-  const int size;
-
-  __device__ explicit Piece(int64_t total)
-      : first(int64_t{blockIdx.x} * capacity()), size(static_cast<int>(min(total - first, int64_t{capacity()}))) {}
-  __device__ static int capacity() { return static_cast<int>(blockDim.x) * VECTOR * VECTORS; }
-  __device__ int offset(int i) const {
-    const int thread = static_cast<int>(threadIdx.x);
-    return VECTOR == 1 ? thread * VECTORS + i : (i * static_cast<int>(blockDim.x) + thread) * VECTOR;
-  }
-  __device__ bool has(int i) const { return offset(i) < size; }
-};
-
 // The first value of the row, for all its threads.
 template <int VECTOR, int VECTORS>
 __device__ __forceinline__ float first_of_row(float value, const Place<VECTOR, VECTORS>& at) {
@@ -581,59 +565,59 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
 
 // GELU ------------------------------------------------------------------------------------------------------
 
-// GELU of a flat tensor, one piece per block.
-template <class T, Activation activation, int VECTOR, int VECTORS>
-__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS>) gelu_kernel(GeluForward call) {
-  const Piece<VECTOR, VECTORS> at(call.size);
-  const T* x = static_cast<const T*>(call.x) + at.first;
-  T* out = static_cast<T*>(call.out) + at.first;
-  float values[VECTORS][VECTOR];
-  unroll<VECTORS>([&](int i) {
-    if (at.has(i)) read<VECTOR>(values[i], x + at.offset(i));
-  });
-  unroll<VECTORS>([&](int i) {
-    if (!at.has(i)) return;
-#pragma unroll
-    for (float& value : values[i]) value = activate<activation, kPrecision<T>>(value);
-    write<VECTOR>(out + at.offset(i), values[i]);
-  });
-}
-
-template <class T, Activation activation, int VECTOR, int VECTORS>
-__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS>) gelu_backward_kernel(GeluBackward call) {
-  const Piece<VECTOR, VECTORS> at(call.size);
-  const T* x = static_cast<const T*>(call.x) + at.first;
-  const T* dout = static_cast<const T*>(call.dout) + at.first;
-  T* dx = static_cast<T*>(call.dx) + at.first;
-  float values[VECTORS][VECTOR], g[VECTORS][VECTOR];
-  unroll<VECTORS>([&](int i) {
-    if (!at.has(i)) return;
-    read<VECTOR>(values[i], x + at.offset(i));
-    read<VECTOR>(g[i], dout + at.offset(i));
-  });
-  unroll<VECTORS>([&](int i) {
-    if (!at.has(i)) return;
-    unroll<VECTOR>([&](int j) { g[i][j] *= activation_derivative<activation, kPrecision<T>>(values[i][j]); });
-    write<VECTOR>(dx + at.offset(i), g[i]);
-  });
-}
-
-template <class T, Activation activation, int VECTOR, int VECTORS>
-__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS, true>)
-    bias_gelu_kernel(GeluForward call, int lanes_log2) {
-  const Place<VECTOR, VECTORS> at(call.channels, lanes_log2);
-  const int64_t row = int64_t{blockIdx.x} * at.rows_at_once + at.row, start = row * call.channels;
-  if (start >= call.size) return;
+// GELU of a row, or of a piece of a flat tensor, which begins at `start`.
+template <class T, Activation activation, bool has_bias, int VECTOR, int VECTORS>
+__device__ __forceinline__ void activate_row(const GeluForward& call, const Place<VECTOR, VECTORS>& at, int64_t start) {
   float x[VECTORS][VECTOR];
   unroll<VECTORS>([&](int i) {
     if (at.has(i)) read<VECTOR>(x[i], static_cast<const T*>(call.x) + start + at.channel(i));
   });
   unroll<VECTORS>([&](int i) {
     if (!at.has(i)) return;
-    float bias[VECTOR];
-    read_parameter<VECTOR, T>(bias, call.bias, at.channel(i), call.float_parameters, 0);
-    unroll<VECTOR>([&](int j) { x[i][j] = activate<activation, kPrecision<T>>(x[i][j] + bias[j]); });
+    if constexpr (has_bias) {
+      float bias[VECTOR];
+      read_parameter<VECTOR, T>(bias, call.bias, at.channel(i), call.float_parameters, 0);
+      unroll<VECTOR>([&](int j) { x[i][j] = activate<activation, kPrecision<T>>(x[i][j] + bias[j]); });
+    } else {
+      unroll<VECTOR>([&](int j) { x[i][j] = activate<activation, kPrecision<T>>(x[i][j]); });
+    }
     write<VECTOR>(static_cast<T*>(call.out) + start + at.channel(i), x[i]);
+  });
+}
+
+// A block has a piece of a flat tensor for itself.
+template <int VECTOR, int VECTORS>
+constexpr int64_t kPiece = int64_t{kFlatThreads} * VECTOR * VECTORS;
+
+template <class T, Activation activation, int VECTOR, int VECTORS>
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS>) gelu_kernel(GeluForward call) {
+  const int64_t first = int64_t{blockIdx.x} * kPiece<VECTOR, VECTORS>;
+  const int size = static_cast<int>(min(call.size - first, kPiece<VECTOR, VECTORS>));
+  activate_row<T, activation, false>(call, Place<VECTOR, VECTORS>(size, kFlatThreadsLog2), first);
+}
+
+template <class T, Activation activation, int VECTOR, int VECTORS>
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS, true>)
+    bias_gelu_kernel(GeluForward call, int lanes_log2) {
+  const Place<VECTOR, VECTORS> at(call.channels, lanes_log2);
+  const int64_t start = (int64_t{blockIdx.x} * at.rows_at_once + at.row) * call.channels;
+  if (start < call.size) activate_row<T, activation, true>(call, at, start);
+}
+
+template <class T, Activation activation, int VECTOR, int VECTORS>
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS>) gelu_backward_kernel(GeluBackward call) {
+  const int64_t first = int64_t{blockIdx.x} * kPiece<VECTOR, VECTORS>;
+  const Place<VECTOR, VECTORS> at(static_cast<int>(min(call.size - first, kPiece<VECTOR, VECTORS>)), kFlatThreadsLog2);
+  float x[VECTORS][VECTOR], g[VECTORS][VECTOR];
+  unroll<VECTORS>([&](int i) {
+    if (!at.has(i)) return;
+    read<VECTOR>(x[i], static_cast<const T*>(call.x) + first + at.channel(i));
+    read<VECTOR>(g[i], static_cast<const T*>(call.dout) + first + at.channel(i));
+  });
+  unroll<VECTORS>([&](int i) {
+    if (!at.has(i)) return;
+    unroll<VECTOR>([&](int j) { g[i][j] *= activation_derivative<activation, kPrecision<T>>(x[i][j]); });
+    write<VECTOR>(static_cast<T*>(call.dx) + first + at.channel(i), g[i]);
   });
 }
 

@@ -105,6 +105,7 @@ inline constexpr int kSumsFloatVectors[] = {2, 3, 4, 6, 8};  // likewise in the 
 inline constexpr int kScalars[] = {16};
 inline constexpr int kFlatVectors = 4;  // of GELU without a bias, which knows no rows
 inline constexpr int kFlatBackwardVectors = 2;
+inline constexpr int kFlatThreadsLog2 = 7, kFlatThreads = 1 << kFlatThreadsLog2;
 
 // Says whether rows that are held so never need more than a warp: layout_of takes more vectors instead.
 constexpr bool fits_warp(int vector, int vectors) { return vector > 1 && vector * vectors <= 8; }
@@ -142,8 +143,8 @@ inline Layout layout_of(DType dtype, int channels, bool aligned, bool sums = fal
 // Without a bias, GELU knows no rows, and a block takes a piece of the tensor. The backward has two tensors to read, and
 // takes fewer vectors of each.
 inline Layout flat_layout(DType dtype, bool aligned, bool backward) {
-  if (!aligned) return {1, 16, 128, 128};
-  return {dtype == DType::float32 ? 4 : 8, backward ? kFlatBackwardVectors : kFlatVectors, 128, 128};
+  if (!aligned) return {1, 16, kFlatThreads, kFlatThreads};
+  return {dtype == DType::float32 ? 4 : 8, backward ? kFlatBackwardVectors : kFlatVectors, kFlatThreads, kFlatThreads};
 }
 
 // The number of blocks that cover a flat tensor.
