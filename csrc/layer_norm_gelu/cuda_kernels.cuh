@@ -166,8 +166,10 @@ __device__ __forceinline__ void round_to(float (&values)[VECTOR]) {
     float unused;
     unpack(pack(values[0], 0.0f, T{}), T{}, values[0], unused);
   } else {
-#pragma unroll
-    for (int i = 0; i < VECTOR; i += 2) unpack(pack(values[i], values[i + 1], T{}), T{}, values[i], values[i + 1]);
+    unroll<VECTOR / 2>([&](int i) {
+      float &low = values[2 * i], &high = values[2 * i + 1];
+      unpack(pack(low, high, T{}), T{}, low, high);
+    });
   }
 }
 
@@ -265,8 +267,7 @@ template <int VECTOR, int VECTORS, int COUNT>
 __device__ __forceinline__ void sum_over_row(float (&sums)[COUNT], const Place<VECTOR, VECTORS>& at) {
 #pragma unroll 1
   for (int step = min(at.lanes, static_cast<int>(kWarp)) >> 1; step > 0; step >>= 1) {
-#pragma unroll
-    for (float& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, step);
+    unroll<COUNT>([&](int i) { sums[i] += __shfl_xor_sync(kAllLanes, sums[i], step); });
   }
   if (kFitsWarp<VECTOR, VECTORS> || at.lanes <= static_cast<int>(kWarp)) return;
   __shared__ float warps[kMaxThreads / kWarp][COUNT];
@@ -276,8 +277,7 @@ __device__ __forceinline__ void sum_over_row(float (&sums)[COUNT], const Place<V
   }
   __syncthreads();
   const int count = at.lanes / static_cast<int>(kWarp);
-#pragma unroll
-  for (float& sum : sums) sum = 0;
+  unroll<COUNT>([&](int i) { sums[i] = 0; });
 #pragma unroll 1
   for (int warp = at.row * count; warp < (at.row + 1) * count; warp++) {
     unroll<COUNT>([&](int i) { sums[i] += warps[warp][i]; });
@@ -292,8 +292,7 @@ __device__ __forceinline__ void write_sums(float (&sums)[VECTORS][VECTOR], float
   for (int step = at.lanes; step < static_cast<int>(kWarp); step *= 2) {
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
-#pragma unroll
-      for (float& sum : sums[i]) sum += __shfl_xor_sync(kAllLanes, sum, step);
+      unroll<VECTOR>([&](int j) { sums[i][j] += __shfl_xor_sync(kAllLanes, sums[i][j], step); });
     }
   }
   // Warps, or longer rows, whose sums are of the same channels. In a warp the first of them writes for all.
@@ -384,12 +383,10 @@ __device__ __forceinline__ void normalize(const LayerNormForward& call, int lane
     if constexpr (std::is_same_v<T, float>) origins[r] = first_of_row(h[r][0][0], at);
     unroll<VECTORS>([&](int i) {
       if constexpr (std::is_same_v<T, float>) {
-#pragma unroll
-        for (float& value : h[r][i]) value -= origins[r];
+        unroll<VECTOR>([&](int j) { h[r][i][j] -= origins[r]; });
       }
       float sum = h[r][i][0];
-#pragma unroll
-      for (int j = 1; j < VECTOR; j++) sum += h[r][i][j];
+      unroll<VECTOR - 1>([&](int j) { sum += h[r][i][j + 1]; });
       sum = at.has(i) ? sum : 0;
       means[r] = i == 0 ? sum : means[r] + sum;
     });
@@ -398,11 +395,9 @@ __device__ __forceinline__ void normalize(const LayerNormForward& call, int lane
   unroll<ROWS>([&](int r) {
     means[r] *= call.inverse;
     unroll<VECTORS>([&](int i) {
-#pragma unroll
-      for (float& value : h[r][i]) value -= means[r];
+      unroll<VECTOR>([&](int j) { h[r][i][j] -= means[r]; });
       float sum = h[r][i][0] * h[r][i][0];
-#pragma unroll
-      for (int j = 1; j < VECTOR; j++) sum += h[r][i][j] * h[r][i][j];
+      unroll<VECTOR - 1>([&](int j) { sum += h[r][i][j + 1] * h[r][i][j + 1]; });
       sum = at.has(i) ? sum : 0;
       squares[r] = i == 0 ? sum : squares[r] + sum;
     });
