@@ -110,7 +110,7 @@ void embed_run(const Embedding& call, const Run& run, void* memory) {
 
 int64_t pixel_bytes(DType dtype, const Embedding& call) {
   int64_t bytes = 0;
-  with_element(dtype, [&](auto type) {
+  with_float(dtype, [&](auto type) {
     using T = decltype(type);
     if (!are_adjacent<T>(call)) bytes = call.height * call.width * call.in_channels * sizeof(Element<T>);
   });
@@ -118,17 +118,17 @@ int64_t pixel_bytes(DType dtype, const Embedding& call) {
 }
 
 void arrange(DType dtype, const Embedding& call, int64_t row) {
-  with_element(dtype, [&](auto type) { arrange_row<decltype(type)>(call, row); });
+  with_float(dtype, [&](auto type) { arrange_row<decltype(type)>(call, row); });
 }
 
 int64_t scratch_bytes(DType dtype, const Embedding& call) {
   Parts parts(nullptr);
-  with_element(dtype, [&](auto type) { Scratch<Element<decltype(type)>>(call, parts); });
+  with_float(dtype, [&](auto type) { Scratch<Element<decltype(type)>>(call, parts); });
   return parts.size();
 }
 
 void embed(DType dtype, const Embedding& call, const Run& run, void* scratch) {
-  with_element(dtype, [&](auto type) { embed_run<decltype(type)>(call, run, scratch); });
+  with_float(dtype, [&](auto type) { embed_run<decltype(type)>(call, run, scratch); });
 }
 
 }  // namespace
