@@ -42,16 +42,18 @@ inline const char* shown(ScalarType type) {
 }
 
 inline std::string listed(torch::headeronly::IntHeaderOnlyArrayRef sizes) {
-  std::string text = "(";
-  for (const int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  return text + ")";
+  std::ostringstream text;
+  for (size_t i = 0; i < sizes.size(); i++) text << (i == 0 ? "(" : ", ") << sizes[i];
+  text << (sizes.size() == 0 ? "()" : ")");
+  return text.str();
 }
 
 inline std::string shown(const Tensor& tensor) {
-  std::string text = shown(tensor.scalar_type());
-  text += " " + listed(tensor.sizes());
-  if (!tensor.is_contiguous()) text += " of strides " + listed(tensor.strides());
-  return tensor.is_cpu() ? text : text + " on another device";
+  std::ostringstream text;
+  text << shown(tensor.scalar_type()) << ' ' << listed(tensor.sizes());
+  if (!tensor.is_contiguous()) text << " of strides " << listed(tensor.strides());
+  if (!tensor.is_cpu()) text << " on another device";
+  return text.str();
 }
 
 inline std::string shown(const Optional& tensor) { return tensor.has_value() ? shown(*tensor) : "none"; }
