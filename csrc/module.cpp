@@ -1,8 +1,6 @@
 // Schemas and registration of the operators, through torch's stable ABI: one binary serves every torch from 2.11 on.
 // The Python module `_C` itself holds the facts of its build, a switch for autotuning, and what snapshots of models ask.
 
-#include <torch/csrc/stable/library.h>
-
 #include "common/pybind.h"
 #include "common/tensors.h"
 #include "common/workspace.h"
@@ -151,9 +149,7 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
   m.def("holds_pointer(int pointer, Tensor tensor) -> bool");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  IMPLEMENT(m, "holds_pointer", &cvt_kernels::snapshots::holds_pointer);
-}
+IMPLEMENT("holds_pointer", cvt_kernels::snapshots::holds_pointer)
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "What cvt_kernels was compiled with; importing it registers the operators torch.ops.cvt_kernels.*.";
@@ -169,5 +165,5 @@ PYBIND11_MODULE(_C, m) {
         "Returns the bytes that the operators of the CPU keep for later calls.");
   m.def("release_workspace", [] { cvt_kernels::WorkspacePool::instance().release(); },
         "Frees the memory that the operators of the CPU keep for later calls and that none uses now.");
-  cvt_kernels::snapshots::define(m);
+  m.def("state", &cvt_kernels::snapshots::state, "Returns the state of modules and tensors.");
 }

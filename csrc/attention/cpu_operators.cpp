@@ -6,8 +6,6 @@
 #include <optional>
 #include <vector>
 
-#include <torch/csrc/stable/library.h>
-
 #include "attention/cpu_loops.h"
 #include "common/cpu.h"
 #include "common/tensors.h"
@@ -145,11 +143,8 @@ Tensor attention_by_position(const Tensor& q, const Tensor& k, const Tensor& v, 
   return attend_to(q, k, v, scale, &position);
 }
 
+IMPLEMENT("attention_inference", attention_inference)
+IMPLEMENT("attention_by_position", attention_by_position)
+
 }  // namespace
 }  // namespace cvt_kernels::attention
-
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  using namespace cvt_kernels::attention;
-  IMPLEMENT(m, "attention_inference", &attention_inference);
-  IMPLEMENT(m, "attention_by_position", &attention_by_position);
-}

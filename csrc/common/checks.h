@@ -23,6 +23,7 @@ namespace cvt_kernels {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using Optional = std::optional<Tensor>;
 
 // What came, as messages have it -------------------------------------------------------------------------------
 
@@ -40,20 +41,22 @@ inline const char* shown(ScalarType type) {
   }
 }
 
+inline std::string listed(torch::headeronly::IntHeaderOnlyArrayRef sizes) {
+  std::ostringstream text;
+  for (size_t i = 0; i < sizes.size(); i++) text << (i == 0 ? "(" : ", ") << sizes[i];
+  text << (sizes.size() == 0 ? "()" : ")");
+  return text.str();
+}
+
 inline std::string shown(const Tensor& tensor) {
   std::ostringstream text;
-  const auto list = [&](const auto& sizes) {
-    for (size_t i = 0; i < sizes.size(); i++) text << (i == 0 ? "(" : ", ") << sizes[i];
-    text << (sizes.size() == 0 ? "()" : ")");
-  };
-  text << shown(tensor.scalar_type()) << ' ';
-  list(tensor.sizes());
-  if (!tensor.is_contiguous()) text << " of strides ", list(tensor.strides());
+  text << shown(tensor.scalar_type()) << ' ' << listed(tensor.sizes());
+  if (!tensor.is_contiguous()) text << " of strides " << listed(tensor.strides());
   if (!tensor.is_cpu()) text << " on another device";
   return text.str();
 }
 
-inline std::string shown(const std::optional<Tensor>& tensor) { return tensor.has_value() ? shown(*tensor) : "none"; }
+inline std::string shown(const Optional& tensor) { return tensor.has_value() ? shown(*tensor) : "none"; }
 inline std::string shown(const std::string& given) {
   std::string text = given.substr(0, 60);
   std::replace_if(text.begin(), text.end(), [](char c) { return c >= 0 && c < ' '; }, '?');
@@ -137,11 +140,6 @@ inline int64_t product(const char* name, std::initializer_list<int64_t> sizes) {
   return product(name, sizes.begin(), sizes.end());
 }
 
-// What is thrown where an allocation fails.
-struct OutOfMemory : std::runtime_error {
-  explicit OutOfMemory(int64_t numbers) : runtime_error("out of memory for " + std::to_string(numbers) + " numbers") {}
-};
-
 // The height and width of a map of tokens or pixels.
 struct Map {
   int64_t height, width;
@@ -221,6 +219,8 @@ struct Operator<name, function> {
 
 }  // namespace cvt_kernels
 
-// Registers the function of an operator in a library.
-#define IMPLEMENT(library, name, function) \
-  (library).impl(name, TORCH_BOX((&cvt_kernels::Operator<name, function>::run)))
+// Registers the function of an operator in a library, or on a CPU.
+#define IMPLEMENT_IN(library, name, function) \
+  (library).impl(name, TORCH_BOX((&cvt_kernels::Operator<name, &function>::run)))
+#define IMPLEMENT(name, function) \
+  STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, library) { IMPLEMENT_IN(library, name, function); }

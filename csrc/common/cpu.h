@@ -24,26 +24,18 @@
 namespace cvt_kernels {
 
 #ifdef __x86_64__
+// What the CPU says of itself.
+struct CpuId {
+  explicit CpuId(unsigned int leaf, unsigned int subleaf = 0) { __get_cpuid_count(leaf, subleaf, &eax, &ebx, &ecx, &edx); }
+  unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
 // Whether the CPU multiplies tiles of bfloat16 and of 8-bit integers, and Linux lets this process use them, which it does
 // on request.
 inline bool has_tiles() {
-  unsigned int eax, ebx, ecx, edx;
   constexpr unsigned int kFlags = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, -TILE, -INT8: GCC 12 has no names for them
-  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & kFlags) != kFlags) return false;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of Linux
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-}
-
-// Whether the CPU converts to and from float16, for which clang up to 16 has no name.
-inline bool has_f16c() {
-  unsigned int eax, ebx, ecx, edx;
-  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & 1u << 29) != 0;
-}
-
-// Whether the CPU has VNNI for vectors of 32 bytes.
-inline bool has_avx_vnni() {
-  unsigned int eax, ebx, ecx, edx;
-  return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & 1u << 4) != 0;
+  return (CpuId(7).edx & kFlags) == kFlags && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
 // Whether products in tiles are right here. It is tried once, in a process of its own, which a tile that the CPU refuses
@@ -60,7 +52,8 @@ inline bool is_compiled_for(const std::string& set) {
 inline InstructionSet find_instruction_set(const std::string& name) {
   const auto is_wanted = [&](const char* set) { return name.empty() ? is_compiled_for(set) : name == set; };
 #ifdef __x86_64__
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+  const bool f16c = CpuId(1).ecx & 1u << 29, avx_vnni = CpuId(7, 1).eax & 1u << 4;  // compilers may have no names for them
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
@@ -70,7 +63,7 @@ inline InstructionSet find_instruction_set(const std::string& name) {
   if (bf16 && is_wanted("avx512_bf16")) return InstructionSet::avx512_bf16;
   if (vnni && is_wanted("avx512_vnni")) return InstructionSet::avx512_vnni;
   if (avx512 && is_wanted("avx512")) return InstructionSet::avx512;
-  if (avx2 && has_avx_vnni() && is_wanted("avx2_vnni")) return InstructionSet::avx2_vnni;
+  if (avx2 && avx_vnni && is_wanted("avx2_vnni")) return InstructionSet::avx2_vnni;
   if (avx2 && is_wanted("avx2")) return InstructionSet::avx2;
 #endif
   expect(name.empty() || name == "plain", "CVT_KERNELS_CPU", name,
@@ -91,11 +84,18 @@ inline InstructionSet find_instruction_set() {
   return set;
 }
 
-// The table for this CPU among KERNEL_TABLES and the like: the last one where there is none for its latest set.
+// The table for this CPU among KERNEL_TABLES and the like, which the first call chooses for the Kernels of a family: the
+// last one where there is none for its latest set.
 template <class Kernels, int count>
 const Kernels* choose(const Kernels* const (&tables)[count]) {
-  return tables[std::min(static_cast<int>(find_instruction_set()), count - 1)];
+  static const Kernels* const chosen = tables[std::min(static_cast<int>(find_instruction_set()), count - 1)];
+  return chosen;
 }
+
+constexpr int64_t kGrain = 16384;  // numbers that are worth a thread
+
+// As many units, of some numbers each, as are worth a thread.
+inline int64_t grain_of(int64_t numbers) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, numbers)); }
 
 // Calls f(begin, end) for parts of 0 to `size` in several threads, each part of at least `grain`. What f throws is thrown
 // here again: torch's own function loses what was said.

@@ -18,15 +18,20 @@ struct Half {
 
 enum class DType { float64, float32, bfloat16, float16 };
 
-// Calls f with a value of the type.
+// Calls f with a value of the type, one of up to 32 bits.
 template <class F>
-static void with_type(DType dtype, F f) {
+static auto with_float(DType dtype, F f) {
   switch (dtype) {
-    case DType::float64: return f(double{});
-    case DType::float32: return f(float{});
     case DType::bfloat16: return f(BFloat16{});
     case DType::float16: return f(Half{});
+    default: return f(float{});  // where the operators refuse float64
   }
+}
+
+// The same of any type.
+template <class F>
+static auto with_type(DType dtype, F f) {
+  return dtype == DType::float64 ? f(double{}) : with_float(dtype, f);
 }
 
 // The type of sums and statistics: float for types of fewer bits, else the type itself.

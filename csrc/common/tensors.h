@@ -52,6 +52,18 @@ inline bool same_device(const Tensor& a, const Tensor& b) {
   return a.is_cuda() == b.is_cuda() && (!a.is_cuda() || a.get_device_index() == b.get_device_index());
 }
 
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+// Refuses a tensor that has not the sizes, by what they mean, a dtype and the device of x.
+inline void expect_sizes(const char* name, const Tensor& tensor, Sizes sizes, ScalarType dtype, const Tensor& x,
+                         const char* meaning) {
+  const auto got = tensor.sizes();
+  if (!std::equal(got.begin(), got.end(), sizes.begin(), sizes.end()) || tensor.scalar_type() != dtype) [[unlikely]] {
+    refuse(name, tensor, shown(dtype), " ", meaning, ", ", listed(sizes));
+  }
+  expect(same_device(tensor, x), name, tensor, "the device of x");
+}
+
 // The tensor in contiguous memory.
 inline Tensor made_contiguous(const char* name, const Tensor& tensor) {
   if (tensor.is_contiguous()) return tensor;
@@ -65,11 +77,7 @@ inline Tensor made_contiguous(const char* name, const Tensor& tensor) {
 
 // The same, after a check that it has the shape and device of x, and a dtype.
 inline Tensor contiguous_like(const char* name, const Tensor& tensor, const Tensor& x, ScalarType dtype) {
-  const auto sizes = tensor.sizes(), expected = x.sizes();
-  expect(std::equal(sizes.begin(), sizes.end(), expected.begin(), expected.end()), name, tensor, "the shape of ", Shown{x});
-  expect(tensor.scalar_type() == dtype, name, tensor, "the dtype of ", dtype == x.scalar_type() ? "x" : "the result", ", ",
-         shown(dtype));
-  expect(same_device(tensor, x), name, tensor, "the device of x");
+  expect_sizes(name, tensor, x.sizes(), dtype, x, "of the shape of x");
   return made_contiguous(name, tensor);
 }
 
@@ -77,8 +85,28 @@ inline Tensor contiguous_like(const char* name, const Tensor& tensor, const Tens
   return contiguous_like(name, tensor, x, x.scalar_type());
 }
 
-inline std::optional<Tensor> contiguous_like(const char* name, const std::optional<Tensor>& tensor, const Tensor& x) {
-  return tensor.has_value() ? std::optional(contiguous_like(name, *tensor, x)) : std::nullopt;
+inline Optional contiguous_like(const char* name, const Optional& tensor, const Tensor& x) {
+  return tensor.has_value() ? Optional(contiguous_like(name, *tensor, x)) : std::nullopt;
+}
+
+// The tensor, or a copy, with its channels adjacent.
+inline Tensor with_adjacent_channels(const char* name, const Tensor& x) {
+  return channels_of(name, x) == 1 || x.stride(x.dim() - 1) == 1 ? x : made_contiguous(name, x);
+}
+
+// The address of a tensor's elements; null without a tensor.
+inline const void* const_data_of(const Optional& tensor) { return tensor.has_value() ? tensor->const_data_ptr() : nullptr; }
+inline void* mutable_data_of(const Optional& tensor) { return tensor.has_value() ? tensor->mutable_data_ptr() : nullptr; }
+
+// The class tokens, one or none, of x (batch, tokens, channels), whose others are those of a grid; it checks the sizes.
+inline int64_t class_tokens_of(const Tensor& x, int64_t height, int64_t width) {
+  expect(x.dim() == 3, "x", x, "(batch, tokens, channels)");
+  expect(height > 0, "height", height, "at least 1");
+  expect(width > 0, "width", width, "at least 1");
+  numbers_of("x", x);
+  const int64_t class_tokens = x.size(1) - product("height and width", {height, width});
+  expect(class_tokens == 0 || class_tokens == 1, "x", x, height, " · ", width, " tokens, or one more");
+  return class_tokens;
 }
 
 // Checks a weight or a bias of the channels of x, of any floating dtype.
@@ -106,7 +134,7 @@ inline std::atomic<bool> dispatches_allocations{false};
 
 // A new tensor, uninitialized and contiguous, on the device of `like`; as a rule without the operator lookup by name of
 // torch::stable::empty.
-inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType dtype, const Tensor& like) {
+inline Tensor empty(Sizes sizes, ScalarType dtype, const Tensor& like) {
   const int64_t numbers = product("result", sizes.begin(), sizes.end());
   if (dispatches_allocations.load(std::memory_order_relaxed)) {
     return torch::stable::empty(sizes, dtype, std::nullopt, like.device());
@@ -119,8 +147,32 @@ inline Tensor empty(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType d
   AtenTensorHandle handle;
   const auto error = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                               static_cast<int32_t>(dtype), device_type, device_index, &handle);
-  if (error != TORCH_SUCCESS) [[unlikely]] throw OutOfMemory(numbers);  // all else was checked
+  if (error != TORCH_SUCCESS) [[unlikely]] {  // all else was checked
+    throw std::runtime_error("out of memory for " + std::to_string(numbers) + " numbers");
+  }
   return Tensor(handle);
+}
+
+// A new tensor of numbers that f(i) gives.
+template <class F>
+Tensor tensor_of(Sizes sizes, ScalarType type, const Tensor& like, F f) {
+  const Tensor result = empty(sizes, type, like);
+  with_type(dtype_of("result", type), [&](auto stored) {
+    using T = decltype(stored);
+    T* out = static_cast<T*>(result.mutable_data_ptr());
+    for (int64_t i = 0, size = result.numel(); i < size; i++) store(out + i, static_cast<Accumulator<T>>(f(i)));
+  });
+  return result;
+}
+
+// The gradient of an absent parameter.
+inline Tensor no_gradient(const Tensor& x) { return empty({0}, accumulator_of(x), x); }
+
+// The gradient of a parameter, in its type, of numbers that f(i) gives.
+template <class F>
+Tensor gradient_of(const Optional& parameter, const Tensor& x, F f) {
+  if (!parameter.has_value()) return no_gradient(x);
+  return tensor_of(parameter->sizes(), parameter->scalar_type(), x, f);
 }
 
 }  // namespace cvt_kernels

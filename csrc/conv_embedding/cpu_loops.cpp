@@ -57,23 +57,9 @@ void arrange_row(const Embedding& call, int64_t row) {
   }
 }
 
-// The pixels of an image, as factors, with the step between rows.
+// Copies the pixels under the kernel at one token, zeros where it reaches beyond the image, whose rows lie `step` apart.
 template <class E>
-struct Pixels {
-  const E* first;
-  int64_t row_step;
-};
-
-template <class T, class E = Element<T>>
-Pixels<E> pixels_of(const Embedding& call, int64_t image) {
-  if (are_adjacent<T>(call)) return {static_cast<const E*>(call.image) + image * call.image_step, call.row_step};
-  const int64_t row_step = call.width * call.in_channels;
-  return {static_cast<const E*>(call.pixels) + image * call.height * row_step, row_step};
-}
-
-// Copies the pixels under the kernel at one token, zeros where it reaches beyond the image.
-template <class E>
-void gather(const Embedding& call, const Pixels<E>& pixels, int64_t token, E* to) {
+void gather(const Embedding& call, const E* pixels, int64_t step, int64_t token, E* to) {
   const int64_t top = token / call.out_width * call.stride - call.padding;
   const int64_t left = token % call.out_width * call.stride - call.padding;
   const int64_t first = at_most(call.kernel, at_least<int64_t>(-left, 0));
@@ -81,7 +67,7 @@ void gather(const Embedding& call, const Pixels<E>& pixels, int64_t token, E* to
   if (top < 0 || top + call.kernel > call.height || count < call.kernel) std::memset(to, 0, call.linear.inputs * sizeof(E));
   for (int64_t y = at_least<int64_t>(-top, 0); y < at_most(call.kernel, call.height - top) && count > 0; y++) {
     std::memcpy(to + (y * call.kernel + first) * call.in_channels,
-                pixels.first + (top + y) * pixels.row_step + (left + first) * call.in_channels,
+                pixels + (top + y) * step + (left + first) * call.in_channels,
                 count * call.in_channels * sizeof(E));
   }
 }
@@ -100,9 +86,12 @@ void embed_run(const Embedding& call, const Run& run, void* memory) {
     });
   }
   out += (class_tokens + first) * channels;
-  const Pixels<E> pixels = pixels_of<T>(call, run.image);
+  const bool is_copied = !are_adjacent<T>(call);
+  const int64_t step = is_copied ? call.width * call.in_channels : call.row_step;
+  const E* pixels = static_cast<const E*>(is_copied ? call.pixels : call.image) +
+                    run.image * (is_copied ? call.height * step : call.image_step);
   for (int64_t row = 0; row < rows; row++) {
-    gather(call, pixels, first + row, scratch.pixels + row * scratch.pixels_stride);
+    gather(call, pixels, step, first + row, scratch.pixels + row * scratch.pixels_stride);
   }
   pad_rows(scratch.pixels, rows, scratch.pixels_stride, call.linear.inputs);
   for (int64_t begin = 0; begin < call.linear.inputs; begin += kInputs) {
@@ -121,7 +110,7 @@ void embed_run(const Embedding& call, const Run& run, void* memory) {
 
 int64_t pixel_bytes(DType dtype, const Embedding& call) {
   int64_t bytes = 0;
-  with_element(dtype, [&](auto type) {
+  with_float(dtype, [&](auto type) {
     using T = decltype(type);
     if (!are_adjacent<T>(call)) bytes = call.height * call.width * call.in_channels * sizeof(Element<T>);
   });
@@ -129,17 +118,17 @@ int64_t pixel_bytes(DType dtype, const Embedding& call) {
 }
 
 void arrange(DType dtype, const Embedding& call, int64_t row) {
-  with_element(dtype, [&](auto type) { arrange_row<decltype(type)>(call, row); });
+  with_float(dtype, [&](auto type) { arrange_row<decltype(type)>(call, row); });
 }
 
 int64_t scratch_bytes(DType dtype, const Embedding& call) {
   Parts parts(nullptr);
-  with_element(dtype, [&](auto type) { Scratch<Element<decltype(type)>>(call, parts); });
+  with_float(dtype, [&](auto type) { Scratch<Element<decltype(type)>>(call, parts); });
   return parts.size();
 }
 
 void embed(DType dtype, const Embedding& call, const Run& run, void* scratch) {
-  with_element(dtype, [&](auto type) { embed_run<decltype(type)>(call, run, scratch); });
+  with_float(dtype, [&](auto type) { embed_run<decltype(type)>(call, run, scratch); });
 }
 
 }  // namespace

@@ -12,17 +12,17 @@
 namespace cvt_kernels::conv_embedding {
 
 struct Embedding {
-  const void* image;  // with the steps between neighbors in elements
-  void* pixels;       // room for pixel_bytes of each image
+  const void* image = nullptr;  // with the steps between neighbors in elements
+  void* pixels = nullptr;       // room for pixel_bytes of each image
   int64_t image_step, channel_step, row_step, column_step;
-  int64_t images, in_channels, height, width;
+  int64_t images = 0, in_channels, height, width;
   int64_t kernel, stride, padding;
   int64_t out_height, out_width;
   Linear linear;  // of the inputs (kernel, kernel, in_channels)
   Norm norm;
   const float* class_token;  // or null
-  int64_t tile_rows;         // the most tokens of a run
-  void* out;                 // (images, tokens, channels)
+  int64_t tile_rows = 0;     // the most tokens of a run
+  void* out = nullptr;       // (images, tokens, channels)
 };
 
 // The loops, compiled for one instruction set. They serve all dtypes but float64.

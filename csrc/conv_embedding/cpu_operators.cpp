@@ -2,8 +2,6 @@
 //
 // Every row is computed in the same way whichever thread takes it, so results do not depend on their number.
 
-#include <torch/csrc/stable/library.h>
-
 #include "common/units.h"
 #include "conv_embedding/cpu_loops.h"
 #include "linear/packed.h"
@@ -24,9 +22,9 @@ void serve(const Kernels& loops, DType dtype, Embedding& call) {
 }
 
 Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const Tensor& bias, const Tensor& norm_weight,
-                                const Tensor& norm_bias, const std::optional<Tensor>& class_token, int64_t kernel,
+                                const Tensor& norm_bias, const Optional& class_token, int64_t kernel,
                                 int64_t stride, int64_t padding, double eps) {
-  static const Kernels& loops = *choose(PRODUCT_TABLES);
+  const Kernels& loops = *choose(PRODUCT_TABLES);
   const DType dtype = linear::served_dtype("image", image);
   expect(image.dim() == 4 && image.size(1) > 0 && image.size(2) > 0 && image.size(3) > 0, "image", image,
          "(batch, channels, height, width)");
@@ -37,13 +35,10 @@ Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const
   expect_eps("eps", eps);
   const int64_t channels = bias.size(0), inputs = product("kernel", {image.size(1), kernel, kernel});
   Embedding call{
-      .image = nullptr,
-      .pixels = nullptr,
       .image_step = image.stride(0),
       .channel_step = image.stride(1),
       .row_step = image.stride(2),
       .column_step = image.stride(3),
-      .images = 0,
       .in_channels = image.size(1),
       .height = image.size(2),
       .width = image.size(3),
@@ -56,8 +51,6 @@ Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const
       .norm = {linear::vector_of("norm_weight", norm_weight, channels),
                linear::vector_of("norm_bias", norm_bias, channels), static_cast<float>(eps)},
       .class_token = class_token.has_value() ? linear::vector_of("class_token", *class_token, channels) : nullptr,
-      .tile_rows = 0,
-      .out = nullptr,
   };
   const int64_t pixels = call.out_height * call.out_width, tokens = class_token.has_value() + pixels;
   product("image", {pixels, inputs});
@@ -75,9 +68,7 @@ Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const
   return out;
 }
 
+IMPLEMENT("conv_embedding_inference", conv_embedding_inference)
+
 }  // namespace
 }  // namespace cvt_kernels::conv_embedding
-
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  IMPLEMENT(m, "conv_embedding_inference", &cvt_kernels::conv_embedding::conv_embedding_inference);
-}

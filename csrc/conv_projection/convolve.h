@@ -94,42 +94,51 @@ VECTOR_INLINE const A* accumulate(Shape<0, 0>, const Branch& branch, const A* co
   return packed;
 }
 
-// Computes n neighboring outputs of a vector of channels.
-template <int n, class T, class S, class Lanes, class A = Accumulator<T>>
+// Computes n neighboring outputs of a vector of channels; `adds` says that they are added to what is there.
+template <int n, bool adds, class T, class S, class Lanes, class A = Accumulator<T>>
 VECTOR_INLINE void outputs(S shape, const Branch& branch, const A* const* rows, int64_t offset, int64_t column,
                            const A* packed, T* out, int64_t pitch, Lanes lanes) {
   Vector<A> sums[n];
   normalize<n>(sums, accumulate<n>(shape, branch, rows, offset, column, packed, sums));
-  unroll<n>([&](auto j) LAMBDA_INLINE { store(out + j * pitch, sums[j], lanes); });
+  unroll<n>([&](auto j) LAMBDA_INLINE {
+    T* to = out + j * pitch;
+    if constexpr (adds) sums[j] = load(to, lanes) + sums[j];
+    store(to, sums[j], lanes);
+  });
 }
 
-// Computes a row of output from `kernel` rows, whose vectors of channels lie `plane` apart.
-template <class T, class S, class A = Accumulator<T>>
-void convolve(S shape, const Branch& branch, const A* const* rows, int64_t plane, const A* packed, int64_t size, T* out,
-              int64_t pitch) {
-  const int64_t step = (branch.kernel * branch.kernel + 3) * kLanes<T>;
-  int64_t column = 0;
-  const auto advance = [&](auto n) LAMBDA_INLINE {
-    for (; column + n <= branch.width; column += n) {
-      const A* weights = packed;
-      T* to = out + column * pitch;
-      int64_t c = 0, offset = 0;
-      for (; c + kLanes<T> <= size; c += kLanes<T>, weights += step, offset += plane) {
-        outputs<n>(shape, branch, rows, offset, column, weights, to + c, pitch, Whole{});
-      }
-      if (c == size) continue;
-      // The rest of the channels is few, and code of its own for several outputs would take long to compile.
-      for (int64_t i = 0; i < n; i++) {
-        outputs<1>(shape, branch, rows, offset, column + i, weights, to + i * pitch + c, pitch, Part{size - c});
-      }
-    }
-  };
+// Calls advance(n) to go on by n outputs as often as it can, from many to one.
+template <class F>
+VECTOR_INLINE void in_steps(F advance) {
 #ifndef __SANITIZE_ADDRESS__  // its checks in these two would take a minute to compile
   advance(std::integral_constant<int, 8>{});
   advance(std::integral_constant<int, 4>{});
 #endif
   advance(std::integral_constant<int, 2>{});
   advance(std::integral_constant<int, 1>{});
+}
+
+// Computes a row of output from `kernel` rows, whose vectors of channels lie `plane` apart.
+template <class T, bool adds = false, class S, class A = Accumulator<T>>
+void convolve(S shape, const Branch& branch, const A* const* rows, int64_t plane, const A* packed, int64_t size, T* out,
+              int64_t pitch) {
+  const int64_t step = (branch.kernel * branch.kernel + 3) * kLanes<T>;
+  int64_t column = 0;
+  in_steps([&](auto n) LAMBDA_INLINE {
+    for (; column + n <= branch.width; column += n) {
+      const A* weights = packed;
+      T* to = out + column * pitch;
+      int64_t c = 0, offset = 0;
+      for (; c + kLanes<T> <= size; c += kLanes<T>, weights += step, offset += plane) {
+        outputs<n, adds>(shape, branch, rows, offset, column, weights, to + c, pitch, Whole{});
+      }
+      if (c == size) continue;
+      // The rest of the channels is few, and code of its own for several outputs would take long to compile.
+      for (int64_t i = 0; i < n; i++) {
+        outputs<1, adds>(shape, branch, rows, offset, column + i, weights, to + i * pitch + c, pitch, Part{size - c});
+      }
+    }
+  });
 }
 
 // Calls f with the shape of a branch. In double, which serves checks rather than models, all have the general one.
@@ -147,60 +156,17 @@ VECTOR_INLINE void with_shape(const Branch& branch, F f) {
   else f(Shape<0, 0>{});
 }
 
-// A branch of a sum, with what convolve() takes of it.
-template <class A>
-struct Summand {
-  const Branch* branch;
-  const A* rows[kMaxKernel];
-  const A* packed;
-};
-
-// Computes n neighboring outputs of a vector of channels, each the sum of the normalized convolutions, rounded once.
-template <int n, class T, class Lanes, class A = Accumulator<T>>
-VECTOR_INLINE void summed_outputs(const Summand<A>* summands, int64_t count, int64_t plane, int64_t vector, int64_t column,
-                                  T* out, int64_t pitch, Lanes lanes) {
-  Vector<A> total[n];
-  unroll<n>([&](auto j) LAMBDA_INLINE { total[j] = 0; });
-  for (const Summand<A>* own = summands; own < summands + count; own++) {
-    const Branch& branch = *own->branch;
-    const A* packed = own->packed + vector * (branch.kernel * branch.kernel + 3) * kLanes<T>;
-    with_shape<A>(branch, [&](auto shape) LAMBDA_INLINE {
-      Vector<A> sums[n];
-      normalize<n>(sums, accumulate<n>(shape, branch, own->rows, vector * plane, column, packed, sums));
-      unroll<n>([&](auto j) LAMBDA_INLINE { total[j] = total[j] + sums[j]; });
-    });
-  }
-  unroll<n>([&](auto j) LAMBDA_INLINE { store(out + j * pitch, total[j], lanes); });
-}
-
-// As convolve(), a row of the sum of several branches.
-template <class T, class A = Accumulator<T>>
-void convolve_sum(const Summand<A>* summands, int64_t count, int64_t plane, int64_t size, T* out, int64_t pitch) {
-  const int64_t width = summands->branch->width;
-  const auto tile = [&](auto n) LAMBDA_INLINE {
-    for (int64_t begin = 0; begin < width; begin += n) {
-      const int64_t column = begin < width - n ? begin : width - n;  // the last computes some outputs again
-      T* to = out + column * pitch;
-      int64_t c = 0, vector = 0;
-      for (; c + kLanes<T> <= size; c += kLanes<T>, vector++) {
-        summed_outputs<n>(summands, count, plane, vector, column, to + c, pitch, Whole{});
-      }
-      if (c == size) continue;
-      for (int64_t i = 0; i < n; i++) {
-        summed_outputs<1>(summands, count, plane, vector, column + i, to + i * pitch + c, pitch, Part{size - c});
-      }
-    }
-  };
-#ifndef __SANITIZE_ADDRESS__  // its checks in these two would take a minute to compile
-  if (width >= 8) return tile(std::integral_constant<int, 8>{});
-  if (width >= 4) return tile(std::integral_constant<int, 4>{});
-#endif
-  tile(std::integral_constant<int, 1>{});
-}
-
 // The number of channels of the block that begins at `first`.
 [[maybe_unused]] inline int64_t block_size(const Projection& call, int64_t first) {
   return call.channels - first < call.block ? call.channels - first : call.block;
+}
+
+// Calls f(c, lanes) for every vector of channels of a block.
+template <class T, class F>
+VECTOR_INLINE void for_channels(int64_t size, F f) {
+  int64_t c = 0;
+  for (; c + kLanes<T> <= size; c += kLanes<T>) f(c, Whole{});
+  if (c < size) f(c, Part{size - c});
 }
 
 // An image's first token in x, from the channel `first` on.
@@ -216,11 +182,31 @@ void read_row(const Projection& call, int64_t first, int64_t image, int64_t row,
   const T* pixel = pixels_of<T>(call, first, image) + (call.class_tokens + row * call.width) * call.token_stride;
   A* to = ring + row % call.held * row_size(call) + call.margin * kLanes<T>;
   for (int64_t column = 0; column < call.width; column++, pixel += call.token_stride, to += kLanes<T>) {
-    int64_t c = 0;
     A* lane = to;
-    for (; c + kLanes<T> <= size; c += kLanes<T>, lane += plane) store(lane, load(pixel + c, Whole{}), Whole{});
-    if (c < size) store(lane, load(pixel + c, Part{size - c}), Whole{});
+    for_channels<T>(size, [&](int64_t c, auto lanes) LAMBDA_INLINE {
+      store(lane, load(pixel + c, lanes), Whole{});
+      lane += plane;
+    });
   }
+}
+
+// Copies sums (vectors, quantities, lanes) to where they lie as (quantities, channels).
+template <int most, class Q>
+void write_sums(const Q* sums, int64_t size, int64_t quantities, Q* out, int64_t channels) {
+  for (int64_t c = 0; c < size; c += most) {
+    const int64_t lanes = at_most<int64_t>(size - c, most);
+    for (int64_t i = 0; i < quantities; i++, sums += most) std::memcpy(out + i * channels + c, sums, lanes * sizeof(Q));
+  }
+}
+
+// Packs the branches of the block that begins at `first`; returns what lies behind them.
+template <class T, class A = Accumulator<T>>
+A* pack_branches(const Projection& call, int64_t first, A* packed) {
+  for (const Branch* b = call.branches; b < call.branches + call.count; b++) {
+    pack<T>(*b, first, block_size(call, first), packed);
+    packed += packed_size(call, *b);
+  }
+  return packed;
 }
 
 // The row of output whose last row of x is `row`, or -1; for the first row of output, this is the last row of `reach`.

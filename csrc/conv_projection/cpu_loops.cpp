@@ -15,8 +15,9 @@ namespace {
 // Serves one unit: reads the rows of x from the first to the last that its outputs need, and computes the outputs on the
 // way.
 template <class T, class A = Accumulator<T>>
-void project_band(const Projection& call, int64_t first, int64_t image, int64_t band, A* zeros, const A* packed) {
+void project_band(const Projection& call, int64_t first, int64_t image, int64_t band, A* zeros, const A* packed, A* line) {
   const int64_t size = block_size(call, first), plane = (call.width + 2 * call.margin) * kLanes<T>;
+  const int64_t padded = (size + kLanes<T> - 1) / kLanes<T> * kLanes<T>;
   A* ring = zeros + row_size(call);
   const T* x = pixels_of<T>(call, first, image);
   const auto rows_of = [&](const Branch& branch, int64_t part) { return branch.height * part / call.bands; };
@@ -46,20 +47,22 @@ void project_band(const Projection& call, int64_t first, int64_t image, int64_t 
       if (b->summands == 0) continue;
       const int64_t to = output_row(*b, reach_of(b, b->summands), row);
       if (to < rows_of(*b, band) || to >= rows_of(*b, band + 1)) continue;
-      Summand<A> summands[kMaxSummands];
-      for (int64_t i = 0; i < b->summands; own += packed_size(call, b[i]), i++) {
-        summands[i].branch = b + i;
-        summands[i].packed = own;
-        rows_under<T, const A*>(call, b[i], to, ring, zeros, summands[i].rows);
-      }
       T* out = out_of(*b, call.class_tokens + to * b->width);
-      if (b->summands > 1) {
-        convolve_sum(summands, b->summands, plane, size, out, call.channels);
-        continue;
+      const bool is_sum = b->summands > 1;  // added up in `line`, and rounded once
+      for (int64_t i = 0; i < b->summands; own += packed_size(call, b[i]), i++) {
+        const A* rows[kMaxKernel];
+        rows_under<T, const A*>(call, b[i], to, ring, zeros, rows);
+        with_shape<A>(b[i], [&](auto shape) {
+          if (!is_sum) convolve(shape, b[i], rows, plane, own, size, out, call.channels);
+          else if (i == 0) convolve(shape, b[i], rows, plane, own, padded, line, padded);
+          else convolve<A, true>(shape, b[i], rows, plane, own, padded, line, padded);
+        });
       }
-      with_shape<A>(*b, [&](auto shape) {
-        convolve(shape, *b, summands->rows, plane, summands->packed, size, out, call.channels);
-      });
+      for (int64_t column = 0; is_sum && column < b->width; column++) {
+        for_channels<T>(size, [&](int64_t c, auto lanes) LAMBDA_INLINE {
+          store(out + column * call.channels + c, load(line + column * padded + c, Whole{}), lanes);
+        });
+      }
     }
   }
 }
@@ -67,28 +70,18 @@ void project_band(const Projection& call, int64_t first, int64_t image, int64_t 
 // Serves units with the blocks of channels outermost: a block's weights serve all images.
 template <class T, class A = Accumulator<T>>
 void project_units(const Projection& call, int64_t begin, int64_t end, A* scratch) {
-  const int64_t held = (call.held + 1) * row_size(call);
+  const int64_t held = (call.held + 1) * row_size(call), images = call.batch * call.bands;
   std::memset(scratch, 0, held * sizeof(A));
-  A* packed = scratch + held;
-  const int64_t images = call.batch * call.bands;
+  A *packed = scratch + held, *line = packed;
   for (int64_t unit = begin; unit < end; unit++) {
     const int64_t first = unit / images * call.block;
-    if (unit == begin || unit % images == 0) {
-      A* out = packed;
-      for (const Branch* b = call.branches; b < call.branches + call.count; b++) {
-        pack<T>(*b, first, block_size(call, first), out);
-        out += packed_size(call, *b);
-      }
-    }
-    project_band<T>(call, first, unit % images / call.bands, unit % call.bands, scratch, packed);
+    if (unit == begin || unit % images == 0) line = pack_branches<T>(call, first, packed);
+    project_band<T>(call, first, unit % images / call.bands, unit % call.bands, scratch, packed, line);
   }
 }
 
 void project(DType dtype, const Projection& call, int64_t begin, int64_t end, void* scratch) {
-  with_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    project_units<T>(call, begin, end, static_cast<Accumulator<T>*>(scratch));
-  });
+  with_type(dtype, [&]<class T>(T) { project_units<T>(call, begin, end, static_cast<Accumulator<T>*>(scratch)); });
 }
 
 }  // namespace

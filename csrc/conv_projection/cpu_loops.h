@@ -18,15 +18,15 @@ constexpr int64_t kChannelStep = 16;  // a multiple of the lanes of every instru
 // A convolution and its BatchNorm.
 struct Branch {
   const void* weight;  // (channels, kernel, kernel) in the type of the call
-  const void* scale;   // (channels) in the type `norm`, as the next three; or null for 1
-  const void* shift;   // or null for 0
-  const void* mean;
-  const void* variance;
+  const void* scale = nullptr;  // (channels) in the type `norm`, as the next three; or null for 1
+  const void* shift = nullptr;  // or null for 0
+  const void* mean = nullptr;
+  const void* variance = nullptr;
   DType norm;
-  double eps;
+  double eps = 0;
   int64_t kernel, stride, padding, dilation;
   int64_t height, width;  // of the output
-  void* out;              // (batch, class_tokens + height · width, channels)
+  void* out = nullptr;    // (batch, class_tokens + height · width, channels)
   // The branches from this one on whose sum is its output, all of one stride; 0 if a branch before has it in its sum.
   int64_t summands = 1;
 };
@@ -35,13 +35,13 @@ struct Projection {
   const void* x;
   int64_t batch_stride, token_stride;
   int64_t batch, class_tokens, height, width, channels;
-  const Branch* branches;
-  int64_t count;
+  const Branch* branches = nullptr;
+  int64_t count = 0;
   // The work is cut into blocks(channels) · batch · bands units. A block's rows of x are held as accumulators, as many as
   // the kernels of an output reach over (or as there are), each with `margin` zeros on both sides: the widest padding.
-  int64_t block;  // channels, a multiple of kChannelStep
-  int64_t bands;  // of an image's rows of output
-  int64_t margin, held;
+  int64_t block = 0;  // channels, a multiple of kChannelStep
+  int64_t bands = 0;  // of an image's rows of output
+  int64_t margin = 0, held = 0;
 };
 
 // The rows of x, from the first to before the end, that the first row of output of some branches reads. The rows of x
@@ -85,10 +85,9 @@ struct Training {
   int64_t quantities;
 };
 
-// The elements of accumulators that training has room for besides its sums: two rings of rows, the packed branches, and a
-// row of output.
-KERNEL_INLINE int64_t training_size(const Projection& call) {
-  int64_t size = (2 * call.held + 1) * row_size(call), widest = 0;
+// The accumulators of scratch memory: a row of zeros, one or two rings of rows, the packed branches, and a row of output.
+KERNEL_INLINE int64_t scratch_size(const Projection& call, int64_t rings) {
+  int64_t size = (rings * call.held + 1) * row_size(call), widest = 0;
   for (const Branch* branch = call.branches; branch < call.branches + call.count; branch++) {
     size += packed_size(call, *branch);
     widest = branch->width > widest ? branch->width : widest;
@@ -98,9 +97,9 @@ KERNEL_INLINE int64_t training_size(const Projection& call) {
 
 // The loops, compiled for one instruction set; they serve the units from `begin` to `end`.
 struct Kernels {
-  // `scratch` has room for the rows held and one more of row_size(), and for the packed_size() of every branch.
+  // `scratch` has room for scratch_size() with one ring.
   void (*project)(DType, const Projection&, int64_t begin, int64_t end, void* scratch);
-  // For training. `scratch` has room for quantities · block of what is summed, then for training_size().
+  // For training. `scratch` has room for quantities · block of what is summed, then for scratch_size() with two rings.
   // A branch's two quantities are double: the mean of the convolution and the sum of its squared deviations.
   void (*statistics)(DType, const Training&, int64_t begin, int64_t end, void* scratch);
   // The two are accumulators: the sums of dout and of dout · n.

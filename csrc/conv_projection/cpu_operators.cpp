@@ -8,8 +8,6 @@
 #include <tuple>
 #include <vector>
 
-#include <torch/csrc/stable/library.h>
-
 #include "common/cpu.h"
 #include "common/tensors.h"
 #include "conv_projection/cpu_loops.h"
@@ -20,12 +18,6 @@ namespace {
 constexpr int64_t kRowBytes = 20480;   // bytes of the rows held, which leave room in L1 for weights and outputs
 constexpr int64_t kTrainingRowBytes = 49152;  // likewise, in L2: tokens are read more often from main memory than rows
 constexpr int64_t kTrainingUnits = 16;  // to cut a small batch into, if it has the channels
-constexpr int64_t kUnitSize = 16384;   // elements of x that are worth a thread
-
-const Kernels& loops() {
-  static const Kernels& chosen = *choose(KERNEL_TABLES);
-  return chosen;
-}
 
 // Cuts the work into at least so many units if possible, for accumulators of `bytes` and rows of `row_bytes`.
 void plan(Projection& call, int64_t bytes, int64_t row_bytes = kRowBytes, int64_t units = 1) {
@@ -43,22 +35,14 @@ void plan(Projection& call, int64_t bytes, int64_t row_bytes = kRowBytes, int64_
   const int64_t fitting = (whole * kChannelStep * channel + row_bytes - 1) / row_bytes;
   const int64_t blocks = std::max(fitting, std::min(whole, units / std::max<int64_t>(1, call.batch)));
   call.block = std::max<int64_t>(1, (whole + blocks - 1) / blocks) * kChannelStep;
-  call.bands = std::clamp<int64_t>(call.height * call.width * call.block / kUnitSize, 1, call.height);
-}
-
-Tensor with_adjacent_channels(const Tensor& x) {
-  expect(x.dim() == 3, "x", x, "(batch, tokens, channels)");
-  return x.stride(2) != 1 && x.size(2) != 1 ? made_contiguous("x", x) : x;
+  call.bands = std::clamp<int64_t>(call.height * call.width * call.block / kGrain, 1, call.height);
 }
 
 // A call on x (batch, tokens, channels), and all that it points to.
 struct Arguments {
-  Arguments(const Tensor& input, int64_t height, int64_t width) : x(with_adjacent_channels(input)), dtype(dtype_of("x", x)) {
-    expect(height > 0, "height", height, "at least 1");
-    expect(width > 0, "width", width, "at least 1");
-    numbers_of("x", x);
-    const int64_t class_tokens = x.size(1) - product("height and width", {height, width});
-    expect(class_tokens == 0 || class_tokens == 1, "x", x, height, " · ", width, " tokens, or one more");
+  Arguments(const Tensor& input, int64_t height, int64_t width)
+      : x(with_adjacent_channels("x", input)), dtype(dtype_of("x", x)) {
+    const int64_t class_tokens = class_tokens_of(x, height, width);
     call = {
         .x = x.const_data_ptr(),
         .batch_stride = x.stride(0),
@@ -67,13 +51,7 @@ struct Arguments {
         .class_tokens = class_tokens,
         .height = height,
         .width = width,
-        .channels = channels_of("x", x),
-        .branches = nullptr,
-        .count = 0,
-        .block = 0,
-        .bands = 0,
-        .margin = 0,
-        .held = 0,
+        .channels = x.size(2),
     };
   }
 
@@ -97,11 +75,26 @@ struct Arguments {
   }
 
   // The data of a parameter of the channels, in a dtype; null if there is none.
-  const void* keep_parameter(const char* name, const std::optional<Tensor>& tensor, ScalarType type, const char* meaning) {
+  const void* keep_parameter(const char* name, const Optional& tensor, ScalarType type, const char* meaning) {
     if (!tensor.has_value()) return nullptr;
     check_parameter(name, *tensor, x);
     expect(tensor->scalar_type() == type, name, *tensor, meaning, ", ", shown(type));
     return keep(name, *tensor);
+  }
+
+  // Gives a branch the parameters of its BatchNorm, all of one dtype.
+  Branch& normalize(size_t i, const Optional& scale, const Optional& shift, const Optional& mean, const Optional& variance,
+                    double eps, ScalarType type, const char* meaning) {
+    expect(mean.has_value() && variance.has_value(), "norms", std::string_view("none"), "a mean and a variance");
+    expect_eps("eps", eps);
+    Branch& branch = branches[i];
+    branch.scale = keep_parameter("scale", scale, type, meaning);
+    branch.shift = keep_parameter("shift", shift, type, meaning);
+    branch.mean = keep_parameter("mean", mean, type, meaning);
+    branch.variance = keep_parameter("variance", variance, type, meaning);
+    branch.norm = dtype_of("mean", type);
+    branch.eps = eps;
+    return branch;
   }
 
   int64_t tokens_of(const Branch& branch) const { return call.class_tokens + branch.height * branch.width; }
@@ -136,29 +129,22 @@ struct Arguments {
     expect(0 < kernel && kernel <= kMaxKernel, "weights", weight, "a kernel of 1 to ", kMaxKernel);
     const Map out = outputs_of("geometry", {call.height, call.width}, kernel, geometry[0], geometry[1], geometry[2],
                                kChannelStep);
-    Branch branch{
+    return {
         .weight = keep("weights", weight),
-        .scale = nullptr,
-        .shift = nullptr,
-        .mean = nullptr,
-        .variance = nullptr,
         .norm = dtype == DType::float64 ? DType::float64 : DType::float32,
-        .eps = 0,
         .kernel = kernel,
         .stride = geometry[0],
         .padding = geometry[1],
         .dilation = geometry[2],
         .height = out.height,
         .width = out.width,
-        .out = nullptr,
     };
-    return branch;
   }
 };
 
 std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t height, int64_t width,
                                               const std::vector<Tensor>& weights,
-                                              const std::vector<std::optional<Tensor>>& norms,
+                                              const std::vector<Optional>& norms,
                                               const std::vector<int64_t>& geometry, const std::vector<double>& eps,
                                               const std::vector<int64_t>& summands) {
   const size_t count = weights.size();
@@ -169,19 +155,10 @@ std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t heigh
   Projection& call = arguments.call;
   std::vector<Tensor> outs;
   for (size_t i = 0; i < count; i++) {
-    Branch& branch = arguments.branches[i];
-    const std::optional<Tensor>*const norm = &norms[4 * i], &mean = norm[2];
-    expect(mean.has_value() && norm[3].has_value(), "norms", std::string_view("none"), "a mean and a variance");
-    expect_eps("eps", eps[i]);
-    const auto parameter = [&](const char* name, const std::optional<Tensor>& tensor) {
-      return arguments.keep_parameter(name, tensor, mean->scalar_type(), "one dtype for each of the weights");
-    };
-    branch.scale = parameter("scale", norm[0]);
-    branch.shift = parameter("shift", norm[1]);
-    branch.mean = parameter("mean", mean);
-    branch.variance = parameter("variance", norm[3]);
-    branch.norm = dtype_of("mean", *mean);
-    branch.eps = eps[i];
+    const Optional* norm = &norms[4 * i];
+    const ScalarType type = (norm[2].has_value() ? *norm[2] : arguments.x).scalar_type();
+    Branch& branch = arguments.normalize(i, norm[0], norm[1], norm[2], norm[3], eps[i], type,
+                                         "one dtype for each of the weights");
     if (branch.summands == 0) continue;
     const int64_t tokens = arguments.tokens_of(branch);
     outs.push_back(empty({call.batch, tokens, call.channels}, arguments.x.scalar_type(), arguments.x));
@@ -189,12 +166,10 @@ std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t heigh
   }
   const int64_t bytes = accumulator_bytes(arguments.x);
   plan(call, bytes);
-  int64_t size = (call.held + 1) * row_size(call);
-  for (const Branch& branch : arguments.branches) size += packed_size(call, branch);
   if (call.batch == 0) return outs;
-  parallel_for_with_scratch(arguments.blocks() * call.batch * call.bands, 1, size * bytes,
+  parallel_for_with_scratch(arguments.blocks() * call.batch * call.bands, 1, scratch_size(call, 1) * bytes,
                             [&](int64_t begin, int64_t end, void* scratch) {
-    loops().project(arguments.dtype, call, begin, end, scratch);
+    choose(KERNEL_TABLES)->project(arguments.dtype, call, begin, end, scratch);
   });
   return outs;
 }
@@ -210,7 +185,7 @@ std::vector<Q> sum_images(const Arguments& arguments, Training call, int64_t qua
   call.quantities = quantities;
   const int64_t bytes =
       quantities * call.forward.block * static_cast<int64_t>(sizeof(Q)) +
-      training_size(call.forward) * accumulator_bytes(arguments.x);
+      scratch_size(call.forward, 2) * accumulator_bytes(arguments.x);
   parallel_for_with_scratch(arguments.blocks() * call.forward.batch, 1, bytes,
                             [&](int64_t begin, int64_t end, void* scratch) {
     serve(arguments.dtype, call, begin, end, scratch);
@@ -230,18 +205,6 @@ std::vector<double> total(const Arguments& arguments, const Training& call, int6
   return totals;
 }
 
-// A new tensor of numbers that f(i) gives.
-template <class F>
-Tensor tensor_of(torch::headeronly::IntHeaderOnlyArrayRef sizes, ScalarType type, const Tensor& x, F f) {
-  const Tensor result = empty(sizes, type, x);
-  with_type(dtype_of("result", type), [&](auto stored) {
-    using T = decltype(stored);
-    T* out = static_cast<T*>(result.mutable_data_ptr());
-    for (int64_t i = 0, size = result.numel(); i < size; i++) store(out + i, static_cast<Accumulator<T>>(f(i)));
-  });
-  return result;
-}
-
 std::tuple<std::vector<Tensor>, std::vector<Tensor>> conv_projection_moments(
     const Tensor& input, int64_t height, int64_t width, const std::vector<Tensor>& weights,
     const std::vector<int64_t>& geometry) {
@@ -252,7 +215,7 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> conv_projection_moments(
   Projection& call = arguments.call;
   plan(call, accumulator_bytes(x), kTrainingRowBytes, kTrainingUnits);
   const int64_t quantities = 2 * call.count;
-  const std::vector<double> of_images = sum_images<double>(arguments, {}, quantities, loops().statistics);
+  const std::vector<double> of_images = sum_images<double>(arguments, {}, quantities, choose(KERNEL_TABLES)->statistics);
   std::vector<Tensor> means, variances;
   for (int64_t b = 0; b < call.count; b++) {
     const double images = static_cast<double>(call.batch);
@@ -260,37 +223,42 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> conv_projection_moments(
     const auto of_image = [&](int64_t image, int64_t quantity, int64_t c) {
       return of_images[(image * quantities + 2 * b + quantity) * call.channels + c];
     };
-    std::vector<double> mean(call.channels), variance(call.channels);
-    for (int64_t c = 0; c < call.channels; c++) {
-      for (int64_t image = 0; image < call.batch; image++) mean[c] += of_image(image, 0, c) / images;
+    const auto mean = [&](int64_t c) {
+      double sum = 0;
+      for (int64_t image = 0; image < call.batch; image++) sum += of_image(image, 0, c) / images;
+      return sum;
+    };
+    const auto variance = [&](int64_t c) {
+      const double center = mean(c);
+      double sum = 0;
       for (int64_t image = 0; image < call.batch; image++) {
-        const double delta = of_image(image, 0, c) - mean[c];
-        variance[c] += (of_image(image, 1, c) / pixels + delta * delta) / images;
+        const double delta = of_image(image, 0, c) - center;
+        sum += (of_image(image, 1, c) / pixels + delta * delta) / images;
       }
-    }
-    means.push_back(tensor_of({call.channels}, accumulator_of(x), x, [&](int64_t c) { return mean[c]; }));
-    variances.push_back(tensor_of({call.channels}, accumulator_of(x), x, [&](int64_t c) { return variance[c]; }));
+      return sum;
+    };
+    means.push_back(tensor_of({call.channels}, accumulator_of(x), x, mean));
+    variances.push_back(tensor_of({call.channels}, accumulator_of(x), x, variance));
   }
   return {means, variances};
 }
 
-struct Gradients {
-  Tensor dx;
-  std::vector<Tensor> dweights, dscales, dshifts;
-};
+// Of x, and for each branch of its weight, scale and shift.
+using Gradients = std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>>;
 
 template <class A>
 Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& douts,
-                            const std::vector<std::optional<Tensor>>& norms, const std::vector<int64_t>& constant) {
+                            const std::vector<Optional>& norms, const std::vector<int64_t>& constant) {
   const Projection& call = arguments.call;
   const Tensor& x = arguments.x;
   const int64_t channels = call.channels;
   std::vector<BranchGradient> gradients(call.count);
   Training training{.forward = {}, .gradients = gradients.data(), .dx = nullptr, .sums = nullptr, .quantities = 0};
   for (int64_t b = 0; b < call.count; b++) gradients[b].dout = arguments.keep("douts", douts[b]);
-  const std::vector<double> sums = total<A>(arguments, training, 2 * call.count, loops().sums);
+  const std::vector<double> sums = total<A>(arguments, training, 2 * call.count, choose(KERNEL_TABLES)->sums);
 
   Gradients result;
+  auto& [dx, dweights, dscales, dshifts] = result;
   std::vector<A> vectors(3 * call.count * channels);
   int64_t taps = 0;
   for (int64_t b = 0; b < call.count; b++) {
@@ -311,18 +279,18 @@ Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& dou
     const auto gradient = [&](int64_t quantity) {
       return tensor_of({channels}, accumulator_of(x), x, [&](int64_t c) { return sum[quantity * channels + c]; });
     };
-    result.dshifts.push_back(gradient(0));
-    result.dscales.push_back(gradient(1));
+    dshifts.push_back(gradient(0));
+    dscales.push_back(gradient(1));
     taps += branch.kernel * branch.kernel;
   }
 
-  result.dx = empty({call.batch, x.size(1), channels}, x.scalar_type(), x);
-  training.dx = result.dx.mutable_data_ptr();
-  const std::vector<double> dtaps = total<A>(arguments, training, taps, loops().gradients);
+  dx = empty({call.batch, x.size(1), channels}, x.scalar_type(), x);
+  training.dx = dx.mutable_data_ptr();
+  const std::vector<double> dtaps = total<A>(arguments, training, taps, choose(KERNEL_TABLES)->gradients);
   const double* first = dtaps.data();
   for (const Branch& branch : arguments.branches) {
     const int64_t kernel = branch.kernel, size = kernel * kernel;
-    result.dweights.push_back(tensor_of({channels, 1, kernel, kernel}, x.scalar_type(), x, [&](int64_t i) {
+    dweights.push_back(tensor_of({channels, 1, kernel, kernel}, x.scalar_type(), x, [&](int64_t i) {
       return first[i % size * channels + i / size];
     }));
     first += size * channels;
@@ -330,11 +298,10 @@ Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& dou
   return result;
 }
 
-std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>> conv_projection_gradients(
-    const std::vector<Tensor>& douts, const Tensor& input, int64_t height, int64_t width,
-    const std::vector<Tensor>& weights, const std::vector<std::optional<Tensor>>& norms,
-    const std::vector<int64_t>& geometry, const std::vector<double>& eps, const std::vector<int64_t>& constant,
-    const std::vector<int64_t>& summands) {
+Gradients conv_projection_gradients(const std::vector<Tensor>& douts, const Tensor& input, int64_t height, int64_t width,
+                                    const std::vector<Tensor>& weights, const std::vector<Optional>& norms,
+                                    const std::vector<int64_t>& geometry, const std::vector<double>& eps,
+                                    const std::vector<int64_t>& constant, const std::vector<int64_t>& summands) {
   const size_t count = weights.size();
   expect_count("douts", douts, count);
   expect_count("norms", norms, 3 * count);
@@ -346,32 +313,20 @@ std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>
   arguments.add_branches(weights, geometry, summands);
   const ScalarType accumulator = accumulator_of(x);
   for (size_t i = 0; i < count; i++) {
-    Branch& branch = arguments.branches[i];
-    const std::optional<Tensor>*const norm = &norms[3 * i];
-    expect(norm[1].has_value() && norm[2].has_value(), "norms", std::string_view("none"), "a mean and a variance");
-    expect_eps("eps", eps[i]);
-    branch.mean = arguments.keep_parameter("mean", norm[1], accumulator, "an accumulator");
-    branch.variance = arguments.keep_parameter("variance", norm[2], accumulator, "an accumulator");
-    branch.eps = eps[i];
-    const Tensor& dout = douts[i];
-    expect(dout.dim() == 3 && dout.size(0) == x.size(0) && dout.size(1) == arguments.tokens_of(branch) &&
-               dout.size(2) == x.size(2) && dout.scalar_type() == x.scalar_type(),
-           "douts", dout, "the shape of the output, (", x.size(0), ", ", arguments.tokens_of(branch), ", ", x.size(2),
-           "), in the dtype of x, ", shown(x.scalar_type()));
+    const Optional* norm = &norms[3 * i];
+    const Branch& branch =
+        arguments.normalize(i, {}, {}, norm[1], norm[2], eps[i], accumulator, "an accumulator");
+    expect_sizes("douts", douts[i], {x.size(0), arguments.tokens_of(branch), x.size(2)}, x.scalar_type(), x,
+                 "of the shape of the output");
   }
   plan(arguments.call, accumulator_bytes(x), kTrainingRowBytes, kTrainingUnits);
-  const Gradients result = accumulator == ScalarType::Double
-                               ? compute_gradients<double>(arguments, douts, norms, constant)
-                               : compute_gradients<float>(arguments, douts, norms, constant);
-  return {result.dx, result.dweights, result.dscales, result.dshifts};
+  return accumulator == ScalarType::Double ? compute_gradients<double>(arguments, douts, norms, constant)
+                                           : compute_gradients<float>(arguments, douts, norms, constant);
 }
+
+IMPLEMENT("conv_projection_inference", conv_projection_inference)
+IMPLEMENT("conv_projection_moments", conv_projection_moments)
+IMPLEMENT("conv_projection_gradients", conv_projection_gradients)
 
 }  // namespace
 }  // namespace cvt_kernels::conv_projection
-
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  using namespace cvt_kernels::conv_projection;
-  IMPLEMENT(m, "conv_projection_inference", &conv_projection_inference);
-  IMPLEMENT(m, "conv_projection_moments", &conv_projection_moments);
-  IMPLEMENT(m, "conv_projection_gradients", &conv_projection_gradients);
-}

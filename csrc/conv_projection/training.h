@@ -38,14 +38,6 @@ struct Unit {
   }
 };
 
-// Calls f(c, lanes) for every vector of channels of a block.
-template <class T, class F>
-VECTOR_INLINE void for_channels(int64_t size, F f) {
-  int64_t c = 0;
-  for (; c + kLanes<T> <= size; c += kLanes<T>) f(c, Whole{});
-  if (c < size) f(c, Part{size - c});
-}
-
 // Asks for a row of tokens, which the convolution of its row of output leaves the memory time for.
 template <class T>
 void prefetch_row(const T* row, int64_t width, int64_t pitch, int64_t size) {
@@ -249,17 +241,11 @@ void spread_row(S shape, const Branch& branch, const A* const* rows, A* const* d
   const int64_t step = branch.stride * L;
   for (int64_t c = 0, offset = 0; c < padded; c += L, offset += plane, packed += (taps_of(branch) + 3) * L, dtaps += pitch) {
     int64_t column = 0;
-    const auto advance = [&](auto n) LAMBDA_INLINE {
+    in_steps([&](auto n) LAMBDA_INLINE {
       for (; column + n <= branch.width; column += n) {
         spread<n>(shape, branch, rows, drows, offset + column * step, packed, row + column * padded + c, padded, dtaps);
       }
-    };
-#ifndef __SANITIZE_ADDRESS__  // its checks in these two would take a minute to compile
-    advance(std::integral_constant<int, 8>{});
-    advance(std::integral_constant<int, 4>{});
-#endif
-    advance(std::integral_constant<int, 2>{});
-    advance(std::integral_constant<int, 1>{});
+    });
   }
 }
 
@@ -330,23 +316,9 @@ void gradients_of(const Unit<T, A>& unit) {
 
 // Units ------------------------------------------------------------------------------------------------------
 
-// Copies the sums of a unit to their place in the sums of all units.
+// Serves units by f, with the blocks of channels outermost: a block's weights serve all images.
 template <class T, class Q>
-void write_sums(const Unit<T, Q>& unit) {
-  const int64_t channels = unit.forward().channels, quantities = unit.call.quantities;
-  Q* out = static_cast<Q*>(unit.call.sums) + unit.image * quantities * channels + unit.first;
-  for (int64_t c = 0; c < unit.size(); c += kLanes<T>) {
-    const int64_t lanes = unit.size() - c < kLanes<T> ? unit.size() - c : kLanes<T>;
-    for (int64_t quantity = 0; quantity < quantities; quantity++) {
-      const Q* from = unit.sums + c * quantities + quantity * kLanes<T>;
-      std::memcpy(out + quantity * channels + c, from, lanes * sizeof(Q));
-    }
-  }
-}
-
-// Serves units by f(unit), with the blocks of channels outermost: a block's weights serve all images.
-template <class T, class Q, class F>
-void serve_units(const Training& call, int64_t begin, int64_t end, void* scratch, F f) {
+void serve_units(const Training& call, int64_t begin, int64_t end, void* scratch, void (*f)(const Unit<T, Q>&)) {
   using A = Accumulator<T>;
   const Projection& forward = call.forward;
   Q* sums = static_cast<Q*>(scratch);
@@ -354,44 +326,29 @@ void serve_units(const Training& call, int64_t begin, int64_t end, void* scratch
   A* ring = zeros + row_size(forward);
   A* dring = ring + forward.held * row_size(forward);
   A* packed = dring + forward.held * row_size(forward);
-  std::memset(zeros, 0, (1 + forward.held) * row_size(forward) * sizeof(A));
   A* row = packed;
-  for (const Branch* b = forward.branches; b < forward.branches + forward.count; b++) row += packed_size(forward, *b);
+  std::memset(zeros, 0, (1 + forward.held) * row_size(forward) * sizeof(A));
   for (int64_t index = begin; index < end; index++) {
-    const Unit<T, Q> unit{call, index / forward.batch * forward.block, index % forward.batch, sums, zeros, ring, dring,
-                          packed, row};
-    if (index == begin || unit.image == 0) {
-      A* out = packed;
-      for (const Branch* b = forward.branches; b < forward.branches + forward.count; b++) {
-        pack<T>(*b, unit.first, unit.size(), out);
-        out += packed_size(forward, *b);
-      }
-    }
+    const int64_t first = index / forward.batch * forward.block, image = index % forward.batch;
+    if (index == begin || image == 0) row = pack_branches<T>(forward, first, packed);
+    const Unit<T, Q> unit{call, first, image, sums, zeros, ring, dring, packed, row};
     std::memset(sums, 0, call.quantities * forward.block * sizeof(Q));
     f(unit);
-    write_sums(unit);
+    Q* out = static_cast<Q*>(call.sums) + image * call.quantities * forward.channels + first;
+    write_sums<kLanes<T>>(sums, unit.size(), call.quantities, out, forward.channels);
   }
 }
 
 void statistics(DType dtype, const Training& call, int64_t begin, int64_t end, void* scratch) {
-  with_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    serve_units<T, double>(call, begin, end, scratch, [](const auto& unit) { statistics_of<T>(unit); });
-  });
+  with_type(dtype, [&]<class T>(T) { serve_units<T, double>(call, begin, end, scratch, statistics_of<T>); });
 }
 
 void sums(DType dtype, const Training& call, int64_t begin, int64_t end, void* scratch) {
-  with_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    serve_units<T, Accumulator<T>>(call, begin, end, scratch, [](const auto& unit) { sums_of<T>(unit); });
-  });
+  with_type(dtype, [&]<class T>(T) { serve_units<T, Accumulator<T>>(call, begin, end, scratch, sums_of<T>); });
 }
 
 void gradients(DType dtype, const Training& call, int64_t begin, int64_t end, void* scratch) {
-  with_type(dtype, [&](auto type) {
-    using T = decltype(type);
-    serve_units<T, Accumulator<T>>(call, begin, end, scratch, [](const auto& unit) { gradients_of<T>(unit); });
-  });
+  with_type(dtype, [&]<class T>(T) { serve_units<T, Accumulator<T>>(call, begin, end, scratch, gradients_of<T>); });
 }
 
 }  // namespace

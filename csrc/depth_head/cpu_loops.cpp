@@ -251,7 +251,7 @@ int64_t scratch_bytes(const Head& head) {
 }
 
 void estimate(DType dtype, const Head& head, const Run& run, void* scratch) {
-  with_element(dtype, [&](auto type) { estimate_run<decltype(type)>(head, run, scratch); });
+  with_float(dtype, [&](auto type) { estimate_run<decltype(type)>(head, run, scratch); });
 }
 
 }  // namespace

@@ -2,8 +2,6 @@
 //
 // Every pixel is computed in the same way whichever thread takes it, so results do not depend on their number.
 
-#include <torch/csrc/stable/library.h>
-
 #include "common/tensors.h"
 #include "common/units.h"
 #include "depth_head/cpu_loops.h"
@@ -14,17 +12,15 @@ namespace {
 constexpr int64_t kMostSide = 1 << 20;        // of the map
 constexpr int64_t kFewestRows = 4, kMostRows = 16;  // that a thread takes together; with each, up to four more are multiplied
 
-const float* floats_of(const char* name, const Tensor& tensor, std::vector<int64_t> sizes) {
-  const auto got = tensor.sizes();
-  expect(tensor.scalar_type() == ScalarType::Float && tensor.is_contiguous() && got.size() == sizes.size() &&
-             std::equal(sizes.begin(), sizes.end(), got.begin()),
-         name, tensor, "float32, contiguous, of the channels of the map and of bias");
+const float* floats_of(const char* name, const Tensor& tensor, Sizes sizes) {
+  expect_sizes(name, tensor, sizes, ScalarType::Float, tensor, "of the channels of the map and of bias");
+  expect(tensor.is_contiguous(), name, tensor, "one of contiguous memory");
   return static_cast<const float*>(tensor.const_data_ptr());
 }
 
 Tensor depth_head_packed(const Tensor& given, const Tensor& taps, const Tensor& bias, const Tensor& last, double last_bias,
                          double max_depth) {
-  static const Kernels& loops = *choose(PRODUCT_TABLES);
+  const Kernels& loops = *choose(PRODUCT_TABLES);
   expect(given.dim() == 4 && given.size(1) > 0 && given.size(2) > 0 && given.size(3) > 0, "x", given,
          "(batch, channels, height, width)");
   expect(given.size(2) <= kMostSide && given.size(3) <= kMostSide, "x", given, "heights and widths of up to ", kMostSide);
@@ -56,9 +52,7 @@ Tensor depth_head_packed(const Tensor& given, const Tensor& taps, const Tensor& 
   return out;
 }
 
+IMPLEMENT("depth_head_packed", depth_head_packed)
+
 }  // namespace
 }  // namespace cvt_kernels::depth_head
-
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  IMPLEMENT(m, "depth_head_packed", &cvt_kernels::depth_head::depth_head_packed);
-}

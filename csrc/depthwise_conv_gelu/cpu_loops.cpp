@@ -142,18 +142,6 @@ void pack_both(const Unit<T>& unit) {
   }
 }
 
-// Copies the sums of a unit to their place in the sums of all units.
-template <class T, class A = Accumulator<T>>
-void write_sums(const Unit<T>& unit, A* out) {
-  for (int64_t c = 0; c < unit.size(); c += kLanes<T>) {
-    const int64_t lanes = at_most<int64_t>(unit.size() - c, kLanes<T>);
-    for (int64_t i = 0; i < kParameters; i++) {
-      std::memcpy(out + i * unit.call.conv.channels + unit.first + c, unit.sums + c * kParameters + i * kLanes<T>,
-                  lanes * sizeof(A));
-    }
-  }
-}
-
 template <class T, Activation activation, class A = Accumulator<T>>
 void backward_units(const Backward& call, int64_t begin, int64_t end, A* packed) {
   const Convolution& conv = call.conv;
@@ -172,30 +160,22 @@ void backward_units(const Backward& call, int64_t begin, int64_t end, A* packed)
     if (index == begin || place == 0) pack_both(unit);
     std::memset(unit.sums, 0, parameters * sizeof(A));
     serve<T, activation>(unit);
-    write_sums(unit, static_cast<A*>(call.sums) + place * kParameters * conv.channels);
+    A* out = static_cast<A*>(call.sums) + place * kParameters * conv.channels + unit.first;
+    conv_projection::write_sums<kLanes<T>>(unit.sums, unit.size(), kParameters, out, conv.channels);
   }
 }
 
 // From the types of a call to template parameters -----------------------------------------------------------
 
-template <class F>
-void with_types(DType dtype, Activation activation, F f) {
-  with_type(dtype, [&](auto type) {
-    layer_norm_gelu::with_activation<false>(activation, [&](auto constant) { f(type, constant); });
-  });
-}
-
 void forward(DType dtype, Activation activation, const Forward& call, int64_t begin, int64_t end, void* scratch) {
-  with_types(dtype, activation, [&](auto type, auto constant) {
-    using T = decltype(type);
-    forward_units<T, constant.value>(call, begin, end, static_cast<Accumulator<T>*>(scratch));
+  layer_norm_gelu::with_types<false>(dtype, activation, [&]<class T>(T, auto constant) {
+    forward_units<T, constant>(call, begin, end, static_cast<Accumulator<T>*>(scratch));
   });
 }
 
 void backward(DType dtype, Activation activation, const Backward& call, int64_t begin, int64_t end, void* scratch) {
-  with_types(dtype, activation, [&](auto type, auto constant) {
-    using T = decltype(type);
-    backward_units<T, constant.value>(call, begin, end, static_cast<Accumulator<T>*>(scratch));
+  layer_norm_gelu::with_types<false>(dtype, activation, [&]<class T>(T, auto constant) {
+    backward_units<T, constant>(call, begin, end, static_cast<Accumulator<T>*>(scratch));
   });
 }
 

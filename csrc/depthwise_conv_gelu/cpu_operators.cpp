@@ -9,8 +9,6 @@
 #include <tuple>
 #include <vector>
 
-#include <torch/csrc/stable/library.h>
-
 #include "common/cpu.h"
 #include "common/tensors.h"
 #include "depthwise_conv_gelu/cpu_loops.h"
@@ -19,45 +17,22 @@
 namespace cvt_kernels::depthwise_conv_gelu {
 namespace {
 
-constexpr int64_t kGrain = 16384;       // elements that are worth a thread
 constexpr int64_t kRowBytes = 262144;   // of three rows of accumulators, which leave room in L2 for what else is read
 constexpr int64_t kLeastBlock = 128;    // channels, since neighbors in memory are read quicker
 constexpr int64_t kBackwardUnits = 16;  // to cut a small batch into
 constexpr int64_t kBandRows = 16;       // the fewest of a band, around which two are computed again
 
-const Kernels& loops() {
-  static const Kernels& chosen = *choose(KERNEL_TABLES);
-  return chosen;
-}
-
-Activation activation_of(const std::string& name) {
-  const Activation activation = layer_norm_gelu::activation_of(name);
-  expect(activation != Activation::identity, "activation", name, "none, tanh or quick");
-  return activation;
-}
-
 // A call on x (batch, tokens, channels), and the tensors that it points to. It is cut into so many units, if the channels
 // allow.
 struct Arguments {
-  Arguments(const Tensor& input, int64_t height, int64_t width, const Tensor& kernel, const std::optional<Tensor>& shift,
+  Arguments(const Tensor& input, int64_t height, int64_t width, const Tensor& kernel, const Optional& shift,
             int64_t units = 1)
-      : x(input.dim() == 3 && input.stride(2) != 1 ? made_contiguous("x", input) : input),
-        dtype(dtype_of("x", x)),
-        weight(made_contiguous("weight", kernel)) {
-    expect(height > 0, "height", height, "at least 1");
-    expect(width > 0, "width", width, "at least 1");
-    expect(x.dim() == 3 && x.size(1) == product("height and width", {height, width}), "x", x,
-           "(batch, height · width, channels) of ", height, " · ", width, " tokens");
-    const int64_t channels = channels_of("x", x);
-    numbers_of("x", x);
-    expect(weight.dim() == 4 && weight.size(0) == channels && weight.size(1) == 1 && weight.size(2) == 3 &&
-               weight.size(3) == 3,
-           "weight", weight, "(channels, 1, 3, 3) of ", channels, " channels");
-    expect(weight.scalar_type() == x.scalar_type() && same_device(weight, x), "weight", weight,
-           "the dtype and device of x, ", Shown{x});
+      : x(with_adjacent_channels("x", input)), dtype(dtype_of("x", x)), weight(made_contiguous("weight", kernel)) {
+    expect(class_tokens_of(x, height, width) == 0, "x", x, height, " · ", width, " tokens");
+    const int64_t channels = x.size(2);
+    expect_sizes("weight", weight, {channels, 1, 3, 3}, x.scalar_type(), x, "(channels, 1, 3, 3)");
     if (shift.has_value()) {
-      check_parameter("bias", *shift, x);
-      expect(shift->scalar_type() == x.scalar_type(), "bias", *shift, "the dtype of x, ", shown(x.scalar_type()));
+      expect_sizes("bias", *shift, {channels}, x.scalar_type(), x, "(channels,)");
       bias = made_contiguous("bias", *shift);
     }
     const int64_t fitting = std::max(kLeastBlock, kRowBytes / (3 * width * accumulator_bytes(x)));
@@ -72,7 +47,7 @@ struct Arguments {
         .width = width,
         .channels = channels,
         .weight = weight.const_data_ptr(),
-        .bias = layer_norm_gelu::const_data_of(bias),
+        .bias = const_data_of(bias),
         .block = ((channels + blocks - 1) / blocks + kChannelStep - 1) / kChannelStep * kChannelStep,
     };
   }
@@ -82,38 +57,23 @@ struct Arguments {
   const Tensor x;
   const DType dtype;
   const Tensor weight;
-  std::optional<Tensor> bias;
+  Optional bias;
   Convolution call;
 };
 
 Tensor depthwise_conv_gelu(const Tensor& input, int64_t height, int64_t width, const Tensor& weight,
-                           const std::optional<Tensor>& bias, const std::string& activation) {
-  const Activation function = activation_of(activation);
+                           const Optional& bias, const std::string& activation) {
+  const Activation function = layer_norm_gelu::gelu_of(activation);
   const Arguments arguments(input, height, width, weight, bias);
   const Convolution& conv = arguments.call;
   const Tensor out = empty(arguments.x.sizes(), arguments.x.scalar_type(), arguments.x);
   const Forward call{conv, out.mutable_data_ptr()};
   const int64_t bytes = parameters_size(conv) * accumulator_bytes(arguments.x);
-  const int64_t grain = std::max<int64_t>(1, kGrain / (conv.width * conv.block));
-  parallel_for_with_scratch(arguments.blocks() * conv.batch * conv.height, grain, bytes,
+  parallel_for_with_scratch(arguments.blocks() * conv.batch * conv.height, grain_of(conv.width * conv.block), bytes,
                             [&](int64_t begin, int64_t end, void* scratch) {
-    loops().forward(arguments.dtype, function, call, begin, end, scratch);
+    choose(KERNEL_TABLES)->forward(arguments.dtype, function, call, begin, end, scratch);
   });
   return out;
-}
-
-// The gradient of a parameter with `size` numbers per channel: the totals from the quantity `first` on.
-Tensor gradient_of(const Tensor& parameter, const std::vector<double>& totals, int64_t first, int64_t size) {
-  const Tensor gradient = empty(parameter.sizes(), parameter.scalar_type(), parameter);
-  const int64_t channels = parameter.size(0);
-  with_type(dtype_of("parameter", parameter), [&](auto type) {
-    using T = decltype(type);
-    T* out = static_cast<T*>(gradient.mutable_data_ptr());
-    for (int64_t c = 0; c < channels; c++) {
-      for (int64_t i = 0; i < size; i++) store(out++, static_cast<Accumulator<T>>(totals[(first + i) * channels + c]));
-    }
-  });
-  return gradient;
 }
 
 template <class A>
@@ -127,37 +87,33 @@ std::tuple<Tensor, Tensor, Tensor> compute_gradients(const Arguments& arguments,
   std::vector<A> sums(product("x", {parts, size}));
   const Backward call{conv, dout.const_data_ptr(), dx.mutable_data_ptr(), bands, sums.data()};
   const int64_t bytes = backward_size(conv) * static_cast<int64_t>(sizeof(A));
-  const int64_t grain = std::max<int64_t>(1, kGrain * bands / (conv.height * conv.width * conv.block));
+  const int64_t grain = grain_of(conv.height * conv.width * conv.block / bands);
   parallel_for_with_scratch(arguments.blocks() * parts, grain, bytes, [&](int64_t begin, int64_t end, void* scratch) {
-    loops().backward(arguments.dtype, activation, call, begin, end, scratch);
+    choose(KERNEL_TABLES)->backward(arguments.dtype, activation, call, begin, end, scratch);
   });
   std::vector<double> totals(size);
-  const int64_t share = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, parts));
-  parallel_for(size, share, [&](int64_t begin, int64_t end) {
+  parallel_for(size, grain_of(parts), [&](int64_t begin, int64_t end) {
     for (int64_t part = 0; part < parts; part++) {
       for (int64_t i = begin; i < end; i++) totals[i] += sums[part * size + i];
     }
   });
-  return {dx, gradient_of(arguments.weight, totals, 0, 9),
-          arguments.bias.has_value() ? gradient_of(*arguments.bias, totals, 9, 1) : layer_norm_gelu::no_gradient(x)};
+  const double* of_bias = totals.data() + 9 * conv.channels;
+  return {dx, gradient_of(arguments.weight, x, [&](int64_t i) { return totals[i % 9 * conv.channels + i / 9]; }),
+          gradient_of(arguments.bias, x, [&](int64_t i) { return of_bias[i]; })};
 }
 
 std::tuple<Tensor, Tensor, Tensor> depthwise_conv_gelu_backward(const Tensor& dout, const Tensor& input, int64_t height,
-                                                                int64_t width, const Tensor& weight,
-                                                                const std::optional<Tensor>& bias,
+                                                                int64_t width, const Tensor& weight, const Optional& bias,
                                                                 const std::string& activation) {
-  const Activation function = activation_of(activation);
+  const Activation function = layer_norm_gelu::gelu_of(activation);
   const Arguments arguments(input, height, width, weight, bias, kBackwardUnits);
   const Tensor gradient = contiguous_like("dout", dout, arguments.x);
   return accumulator_of(input) == ScalarType::Double ? compute_gradients<double>(arguments, gradient, function)
                                                      : compute_gradients<float>(arguments, gradient, function);
 }
 
+IMPLEMENT("depthwise_conv_gelu", depthwise_conv_gelu)
+IMPLEMENT("depthwise_conv_gelu_backward", depthwise_conv_gelu_backward)
+
 }  // namespace
 }  // namespace cvt_kernels::depthwise_conv_gelu
-
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  using namespace cvt_kernels::depthwise_conv_gelu;
-  IMPLEMENT(m, "depthwise_conv_gelu", &cvt_kernels::depthwise_conv_gelu::depthwise_conv_gelu);
-  IMPLEMENT(m, "depthwise_conv_gelu_backward", &depthwise_conv_gelu_backward);
-}

@@ -18,39 +18,41 @@ struct LayerNormForward {
   const void* shift;     // or null: added to x; there is no residual then
   const void* weight;
   const void* bias;
-  double eps;
-  int64_t channels;
   void* h;
   void* out;
   void* mean;  // or null, with rstd
   void* rstd;
+  int64_t rows;
+  double eps;
+  int64_t channels;
 };
 
 struct LayerNormBackward {
   const void* dout;
   const void* dh;  // or null: added to dx
   const void* h;
-  const void* mean;
-  const void* rstd;
   const void* weight;
   const void* bias;
-  int64_t channels;
+  const void* mean;
+  const void* rstd;
   void* dx;
+  void* dbranch;  // null: a branch has the dtype of its sum
+  int64_t rows, channels;
 };
 
 struct GeluForward {
   const void* x;
-  const void* bias;  // or null
-  int64_t channels;
+  const void* bias;  // or null: a row is then one number
   void* out;
+  int64_t size, channels;
 };
 
 struct GeluBackward {
   const void* dout;
   const void* x;
-  const void* bias;  // or null
-  int64_t channels;
+  const void* bias;  // as above
   void* dx;
+  int64_t size, channels;
 };
 
 // The loops, compiled for one instruction set; each serves the rows from `begin` to `end`.

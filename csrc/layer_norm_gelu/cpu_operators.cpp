@@ -13,74 +13,16 @@
 namespace cvt_kernels::layer_norm_gelu {
 namespace {
 
-constexpr int64_t kGrain = 16384;         // elements that are worth a thread
 constexpr int64_t kBlock = 4096;          // elements of a gelu without bias that are taken together
 constexpr int64_t kChunks = 128;          // the most partial sums over rows
 constexpr int64_t kChunkRows = 16;        // the fewest rows of a partial sum
 constexpr int64_t kChunkElements = 8192;  // the fewest elements of a partial sum
 constexpr int64_t kSumRows = 128;         // the most rows that are added one after another
 
-// A weight, bias or shift in the accumulator's type, once checked; filled with `absent` if there is none.
-class Parameter {
- public:
-  Parameter(const char* name, const std::optional<Tensor>& tensor, const Tensor& x, double absent) {
-    const int64_t channels = channels_of("x", x);
-    if (!tensor.has_value()) {
-      if (x.numel() > 0) copy(x, channels, [=](int64_t) { return absent; });
-      return;
-    }
-    if (tensor->scalar_type() == accumulator_of(x) && tensor->is_contiguous()) {
-      tensor_ = tensor;
-      return;
-    }
-    const int64_t stride = tensor->stride(0);
-    with_type(dtype_of(name, *tensor), [&](auto type) {
-      const auto* values = static_cast<const decltype(type)*>(tensor->const_data_ptr());
-      copy(x, channels, [=](int64_t c) { return load(values + c * stride); });
-    });
-  }
-
-  const void* data() const { return tensor_.has_value() ? tensor_->const_data_ptr() : copy_.data(); }
-
- private:
-  template <class F>
-  void copy(const Tensor& x, int64_t channels, const F& value) {
-    copy_.resize(channels);
-    if (accumulator_of(x) == ScalarType::Double) {
-      for (int64_t c = 0; c < channels; c++) copy_[c] = value(c);
-    } else {
-      float* out = reinterpret_cast<float*>(copy_.data());
-      for (int64_t c = 0; c < channels; c++) out[c] = static_cast<float>(value(c));
-    }
-  }
-
-  std::optional<Tensor> tensor_;
-  std::vector<double> copy_;
-};
-
-// The gradient of a parameter, in its type, from the sums over the rows; zeros without these.
-template <class A>
-Tensor gradient_of(const std::optional<Tensor>& parameter, const Tensor& x, const A* totals = nullptr) {
-  if (!parameter.has_value()) return no_gradient(x);
-  const Tensor gradient = empty(parameter->sizes(), parameter->scalar_type(), x);
-  const int64_t channels = parameter->size(0);
-  with_type(dtype_of("parameter", *parameter), [&](auto stored) {
-    using T = decltype(stored);
-    T* out = static_cast<T*>(gradient.mutable_data_ptr());
-    for (int64_t c = 0; c < channels; c++) store(out + c, static_cast<Accumulator<T>>(totals == nullptr ? A(0) : totals[c]));
-  });
-  return gradient;
-}
-
-template <class F>
-void for_rows(int64_t rows, int64_t channels, const F& f) {
-  parallel_for(rows, std::max<int64_t>(1, kGrain / channels), f);
-}
-
 // Calls f(begin, end) for the same blocks of a flat tensor, however many threads share them.
 template <class F>
 void for_blocks(int64_t size, const F& f) {
-  parallel_for((size + kBlock - 1) / kBlock, kGrain / kBlock, [&](int64_t begin, int64_t end) {
+  parallel_for((size + kBlock - 1) / kBlock, grain_of(kBlock), [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; block++) f(block * kBlock, std::min(size, (block + 1) * kBlock));
   });
 }
@@ -116,8 +58,7 @@ std::vector<A> sum_over_rows(int64_t rows, int64_t channels, int64_t size, const
       std::max({kChunkRows, (rows + kChunks - 1) / kChunks, (kChunkElements + channels - 1) / channels});
   const int64_t chunks = std::max<int64_t>(1, (rows + chunk_rows - 1) / chunk_rows);
   std::vector<A> sums(chunks * size);
-  const int64_t grain = std::max<int64_t>(1, kGrain / (chunk_rows * channels));
-  parallel_for(chunks, grain, [&](int64_t begin, int64_t end) {
+  parallel_for(chunks, grain_of(chunk_rows * channels), [&](int64_t begin, int64_t end) {
     std::vector<A> scratch(channels), pairs(size_of_pairs(chunk_rows, kSumRows, size));
     for (int64_t chunk = begin; chunk < end; chunk++) {
       sum_in_pairs(chunk * chunk_rows, std::min(rows, (chunk + 1) * chunk_rows), kSumRows, size, pairs.data(),
@@ -132,119 +73,113 @@ std::vector<A> sum_over_rows(int64_t rows, int64_t channels, int64_t size, const
   return pairs;
 }
 
+// A weight, bias or shift in the accumulator's type; filled with `absent` if there is none.
+Tensor accumulators(const char* name, const Optional& tensor, const Tensor& x, double absent) {
+  const ScalarType type = accumulator_of(x);
+  const int64_t channels = x.size(x.dim() - 1);
+  if (!tensor.has_value()) return tensor_of({x.numel() > 0 ? channels : 0}, type, x, [=](int64_t) { return absent; });
+  if (tensor->scalar_type() == type && tensor->is_contiguous()) return *tensor;
+  return with_type(dtype_of(name, *tensor), [&](auto stored) {
+    const auto* values = static_cast<const decltype(stored)*>(tensor->const_data_ptr());
+    const int64_t stride = tensor->stride(0);
+    return tensor_of({channels}, type, x, [=](int64_t c) { return load(values + c * stride); });
+  });
+}
+
 class Cpu {
  public:
+  using LayerNormForward = layer_norm_gelu::LayerNormForward;
+  using LayerNormBackward = layer_norm_gelu::LayerNormBackward;
+  using GeluForward = layer_norm_gelu::GeluForward;
+  using GeluBackward = layer_norm_gelu::GeluBackward;
+
+  struct Parameters {
+    Parameters(const Tensor& x, const Optional& weight, const Optional& bias, bool is_norm, const char* name = "bias")
+        : given{weight, bias} {
+      if (weight.has_value()) check_parameter("weight", *weight, x);
+      if (bias.has_value()) check_parameter(name, *bias, x);
+      if (is_norm) weight_ = accumulators("weight", weight, x, 1);
+      if (is_norm || bias.has_value()) bias_ = accumulators(name, bias, x, 0);
+    }
+    const void* weight() const { return const_data_of(weight_); }
+    const void* bias() const { return const_data_of(bias_); }
+
+    const Optional given[2];
+
+   private:
+    Optional weight_, bias_;
+  };
+
   Cpu(const char* name, const Tensor& x) : dtype_(dtype_of(name, x)) {}
 
-  void layer_norm(const LayerNormTensors& tensors, const Parameters& parameters, double eps,
-                  Activation activation) const {
-    check_result("dtype", tensors.out);
-    const Tensor& x = tensors.x;
-    const int64_t channels = channels_of("x", x);
-    const Parameter weight("weight", parameters.weight, x, 1), bias("bias", parameters.bias, x, 0);
-    std::optional<Parameter> shift;
-    if (tensors.shift.has_value()) shift.emplace("shift", tensors.shift, x, 0);
-    const LayerNormForward call{
-        .x = x.const_data_ptr(),
-        .residual = const_data_of(tensors.residual),
-        .shift = shift.has_value() ? shift->data() : nullptr,
-        .weight = weight.data(),
-        .bias = bias.data(),
-        .eps = eps,
-        .channels = channels,
-        .h = mutable_data_of(tensors.h),
-        .out = tensors.out.mutable_data_ptr(),
-        .mean = mutable_data_of(tensors.mean),
-        .rstd = mutable_data_of(tensors.rstd),
-    };
-    const int64_t rows = x.numel() / channels;
+  static int64_t channels(const char* name, const Tensor& x) { return channels_of(name, x); }
+  static int64_t rows(int64_t rows) { return rows; }
+
+  void layer_norm(const LayerNormForward& call, const Parameters&, const Parameters&, Activation activation, ScalarType result,
+                  bool served) const {
+    check_result("dtype", result);
+    const int64_t rows = call.rows, grain = grain_of(call.channels);
     const auto run = [&](int64_t begin, int64_t end) {
-      std::vector<double> scratch(channels);
+      std::vector<double> scratch(call.channels);
       loops_.layer_norm(dtype_, activation, call, begin, end, scratch.data());
     };
-    if (!tensors.served) return for_rows(rows, channels, run);
-    const int64_t grain = std::max<int64_t>(1, kGrain / channels);
+    if (!served) return parallel_for(rows, grain, run);
     for_steps({{(rows + grain - 1) / grain, 0, [&](int64_t unit, int64_t, char*) {
                   run(unit * grain, std::min(rows, (unit + 1) * grain));
                 }}});
   }
 
-  ParameterGradients layer_norm_backward(const LayerNormBackwardTensors& tensors, const Parameters& parameters,
-                                         Activation activation) const {
-    check_result("dout", tensors.dout);
-    expect(!tensors.dbranch.has_value(), "with_dbranch", std::string_view("true"),
+  Gradients layer_norm_backward(const LayerNormBackward& call, const Parameters& parameters, Activation activation,
+                                ScalarType result, const Tensor& h) const {
+    check_result("dout", result);
+    expect(call.dbranch == nullptr, "with_dbranch", std::string_view("true"),
            "false: the branch has the dtype of its sum on a CPU");
-    const Tensor& h = tensors.h;
-    const int64_t channels = channels_of("h", h);
-    const Parameter weight("weight", parameters.weight, h, 1), bias("bias", parameters.bias, h, 0);
-    const LayerNormBackward call{
-        .dout = tensors.dout.const_data_ptr(),
-        .dh = const_data_of(tensors.dh),
-        .h = h.const_data_ptr(),
-        .mean = tensors.mean.const_data_ptr(),
-        .rstd = tensors.rstd.const_data_ptr(),
-        .weight = weight.data(),
-        .bias = bias.data(),
-        .channels = channels,
-        .dx = tensors.dx.mutable_data_ptr(),
+    return gradients_of(parameters, h, 0, call.rows, [&](int64_t begin, int64_t end, void* sums, void* scratch) {
+      loops_.layer_norm_backward(dtype_, activation, call, begin, end, sums, scratch);
+    });
+  }
+
+  void gelu(GeluForward call, const Parameters&, Activation activation) const {
+    const auto run = [&](int64_t begin, int64_t end) { loops_.gelu(dtype_, activation, call, begin, end); };
+    if (call.bias != nullptr) return parallel_for(call.size / call.channels, grain_of(call.channels), run);
+    call.channels = 1;
+    for_blocks(call.size, run);
+  }
+
+  Gradients gelu_backward(GeluBackward call, const Parameters& parameters, Activation activation, const Tensor& x) const {
+    const auto run = [&](int64_t begin, int64_t end, void* sums, void*) {
+      loops_.gelu_backward(dtype_, activation, call, begin, end, sums);
     };
-    const int64_t rows = h.numel() / channels;
-    const auto run = [&]<class A>(A) -> ParameterGradients {
-      const auto serve = [&](int64_t begin, int64_t end, A* sums, A* scratch) {
-        loops_.layer_norm_backward(dtype_, activation, call, begin, end, sums, scratch);
-      };
-      if (rows == 0) return {gradient_of<A>(parameters.weight, h), gradient_of<A>(parameters.bias, h)};
-      const std::vector<A> sums = sum_over_rows<A>(rows, channels, 2 * channels, serve);
-      return {gradient_of(parameters.weight, h, sums.data()), gradient_of(parameters.bias, h, sums.data() + channels)};
+    if (call.bias != nullptr) return gradients_of(parameters, x, 1, call.size / call.channels, run);
+    call.channels = 1;
+    for_blocks(call.size, [&](int64_t begin, int64_t end) { run(begin, end, nullptr, nullptr); });
+    return {Tensor(), no_gradient(x)};
+  }
+
+ private:
+  void check_result(const char* name, ScalarType result) const {
+    expect(dtype_of(name, result) == dtype_, name, result,
+           "results of the dtype of their rows, which the loops for CPUs compute");
+  }
+
+  // The gradients of the parameters from the `first` on, for which serve(begin, end, sums, scratch) adds to sums over rows.
+  template <class F>
+  Gradients gradients_of(const Parameters& parameters, const Tensor& x, int first, int64_t rows, const F& serve) const {
+    const int64_t channels = x.size(x.dim() - 1);
+    const auto run = [&]<class A>(A) {
+      std::vector<A> sums;
+      if (rows > 0) sums = sum_over_rows<A>(rows, channels, (2 - first) * channels, serve);
+      Gradients gradients;
+      for (int i = first; i < 2; i++) {
+        const A* own = sums.data() + (i - first) * channels;
+        gradients[i] = gradient_of(parameters.given[i], x, [&](int64_t c) { return rows > 0 ? own[c] : A(0); });
+      }
+      return gradients;
     };
     return dtype_ == DType::float64 ? run(0.0) : run(0.0f);
   }
 
-  void gelu(const GeluTensors& tensors, const std::optional<Tensor>& bias, Activation activation) const {
-    const Tensor& x = tensors.x;
-    GeluForward call{x.const_data_ptr(), nullptr, 1, tensors.out.mutable_data_ptr()};
-    const auto run = [&](int64_t begin, int64_t end) { loops_.gelu(dtype_, activation, call, begin, end); };
-    if (!bias.has_value()) return for_blocks(x.numel(), run);
-    const Parameter shift("bias", bias, x, 0);
-    call.bias = shift.data();
-    call.channels = channels_of("x", x);
-    for_rows(x.numel() / call.channels, call.channels, run);
-  }
-
-  Tensor gelu_backward(const GeluBackwardTensors& tensors, const std::optional<Tensor>& bias,
-                       Activation activation) const {
-    const Tensor& x = tensors.x;
-    GeluBackward call{tensors.dout.const_data_ptr(), x.const_data_ptr(), nullptr, 1, tensors.dx.mutable_data_ptr()};
-    if (!bias.has_value()) {
-      for_blocks(x.numel(), [&](int64_t begin, int64_t end) {
-        loops_.gelu_backward(dtype_, activation, call, begin, end, nullptr);
-      });
-      return no_gradient(x);
-    }
-    const Parameter shift("bias", bias, x, 0);
-    call.bias = shift.data();
-    call.channels = channels_of("x", x);
-    const int64_t channels = call.channels, rows = x.numel() / channels;
-    const auto sum = [&]<class A>(A) {
-      const auto serve = [&](int64_t begin, int64_t end, A* sums, A*) {
-        loops_.gelu_backward(dtype_, activation, call, begin, end, sums);
-      };
-      return gradient_of(bias, x, sum_over_rows<A>(rows, channels, channels, serve).data());
-    };
-    return dtype_ == DType::float64 ? sum(0.0) : sum(0.0f);
-  }
-
- private:
-  void check_result(const char* name, const Tensor& out) const {
-    expect(dtype_of(name, out) == dtype_, name, out, "results of the dtype of their rows, which the loops for CPUs compute");
-  }
-
-  static const Kernels& loops() {
-    static const Kernels& chosen = *choose(KERNEL_TABLES);
-    return chosen;
-  }
-
-  const Kernels& loops_ = loops();
+  const Kernels& loops_ = *choose(KERNEL_TABLES);
   const DType dtype_;
 };
 

@@ -50,6 +50,13 @@ constexpr DType kDType = std::is_same_v<T, float> ? DType::float32
 template <class T>
 constexpr Precision kPrecision = std::is_same_v<T, float> ? Precision::full : Precision::half;
 
+// Calls f(i) for the numbers up to `count`, in code of their own.
+template <int count, class F>
+__device__ __forceinline__ void unroll(F f) {
+#pragma unroll
+  for (int i = 0; i < count; i++) f(i);
+}
+
 // Vectors of values -----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void unpack(uint32_t bits, BFloat16, float& low, float& high) {
@@ -68,24 +75,18 @@ __device__ __forceinline__ void unpack(uint32_t bits, Half, float& low, float& h
 #endif
 }
 
-__device__ __forceinline__ uint32_t pack(float low, float high, BFloat16) {
-  uint32_t bits;
+template <class T>
+__device__ __forceinline__ uint32_t pack(float low, float high, T) {
+  constexpr bool is_half = std::is_same_v<T, Half>;
 #ifdef __CUDA_ARCH__
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-#else
-  bits = bfloat16_of(low) | bfloat16_of(high) << 16;
-#endif
-  return bits;
-}
-
-__device__ __forceinline__ uint32_t pack(float low, float high, Half) {
   uint32_t bits;
-#ifdef __CUDA_ARCH__
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
-#else
-  bits = half_of(low) | half_of(high) << 16;
-#endif
+  if constexpr (is_half) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+  else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
   return bits;
+#else
+  if constexpr (is_half) return half_of(low) | half_of(high) << 16;
+  else return bfloat16_of(low) | bfloat16_of(high) << 16;
+#endif
 }
 
 // VECTOR adjacent values as they lie in memory, which take half as many registers as floats where they have 16 bits.
@@ -113,8 +114,7 @@ __device__ __forceinline__ void read_packed(Packed<VECTOR, T>& packed, const T* 
 template <int VECTOR, class T>
 __device__ __forceinline__ void unpack(const Packed<VECTOR, T>& packed, float (&values)[VECTOR]) {
   if constexpr (std::is_same_v<T, float>) {
-#pragma unroll
-    for (int i = 0; i < VECTOR; i++) values[i] = float_of(packed.words[i]);
+    unroll<VECTOR>([&](int i) { values[i] = float_of(packed.words[i]); });
   } else {
 #pragma unroll
     for (int i = 0; i < VECTOR; i += 2) unpack(packed.words[i / 2], T{}, values[i], values[i + 1]);
@@ -166,8 +166,10 @@ __device__ __forceinline__ void round_to(float (&values)[VECTOR]) {
     float unused;
     unpack(pack(values[0], 0.0f, T{}), T{}, values[0], unused);
   } else {
-#pragma unroll
-    for (int i = 0; i < VECTOR; i += 2) unpack(pack(values[i], values[i + 1], T{}), T{}, values[i], values[i + 1]);
+    unroll<VECTOR / 2>([&](int i) {
+      float &low = values[2 * i], &high = values[2 * i + 1];
+      unpack(pack(low, high, T{}), T{}, low, high);
+    });
   }
 }
 
@@ -245,22 +247,6 @@ struct Place {
   }
 };
 
-// The place of a thread's vectors in a piece of a flat tensor, which a block has for itself.
-template <int VECTOR, int VECTORS>
-struct Piece {
-  const int64_t first;
-  const int size;
-
-  __device__ explicit Piece(int64_t total)
-      : first(int64_t{blockIdx.x} * capacity()), size(static_cast<int>(min(total - first, int64_t{capacity()}))) {}
-  __device__ static int capacity() { return static_cast<int>(blockDim.x) * VECTOR * VECTORS; }
-  __device__ int offset(int i) const {
-    const int thread = static_cast<int>(threadIdx.x);
-    return VECTOR == 1 ? thread * VECTORS + i : (i * static_cast<int>(blockDim.x) + thread) * VECTOR;
-  }
-  __device__ bool has(int i) const { return offset(i) < size; }
-};
-
 // The first value of the row, for all its threads.
 template <int VECTOR, int VECTORS>
 __device__ __forceinline__ float first_of_row(float value, const Place<VECTOR, VECTORS>& at) {
@@ -281,24 +267,20 @@ template <int VECTOR, int VECTORS, int COUNT>
 __device__ __forceinline__ void sum_over_row(float (&sums)[COUNT], const Place<VECTOR, VECTORS>& at) {
 #pragma unroll 1
   for (int step = min(at.lanes, static_cast<int>(kWarp)) >> 1; step > 0; step >>= 1) {
-#pragma unroll
-    for (float& sum : sums) sum += __shfl_xor_sync(kAllLanes, sum, step);
+    unroll<COUNT>([&](int i) { sums[i] += __shfl_xor_sync(kAllLanes, sums[i], step); });
   }
   if (kFitsWarp<VECTOR, VECTORS> || at.lanes <= static_cast<int>(kWarp)) return;
   __shared__ float warps[kMaxThreads / kWarp][COUNT];
   __syncthreads();  // the sums before these have been read
   if (threadIdx.x % kWarp == 0) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) warps[threadIdx.x / kWarp][i] = sums[i];
+    unroll<COUNT>([&](int i) { warps[threadIdx.x / kWarp][i] = sums[i]; });
   }
   __syncthreads();
   const int count = at.lanes / static_cast<int>(kWarp);
-#pragma unroll
-  for (float& sum : sums) sum = 0;
+  unroll<COUNT>([&](int i) { sums[i] = 0; });
 #pragma unroll 1
   for (int warp = at.row * count; warp < (at.row + 1) * count; warp++) {
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) sums[i] += warps[warp][i];
+    unroll<COUNT>([&](int i) { sums[i] += warps[warp][i]; });
   }
 }
 
@@ -310,8 +292,7 @@ __device__ __forceinline__ void write_sums(float (&sums)[VECTORS][VECTOR], float
   for (int step = at.lanes; step < static_cast<int>(kWarp); step *= 2) {
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
-#pragma unroll
-      for (float& sum : sums[i]) sum += __shfl_xor_sync(kAllLanes, sum, step);
+      unroll<VECTOR>([&](int j) { sums[i][j] += __shfl_xor_sync(kAllLanes, sums[i][j], step); });
     }
   }
   // Warps, or longer rows, whose sums are of the same channels. In a warp the first of them writes for all.
@@ -361,113 +342,93 @@ __device__ __forceinline__ void normalize(const LayerNormForward& call, int lane
   const auto row_of = [&](int r) { return at.row + r * at.rows_at_once; };
   const auto offset_of = [&](int r) { return min(row_of(r), rows - 1) * call.channels; };
   float h[ROWS][VECTORS][VECTOR] = {};
-#pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
+  unroll<ROWS>([&](int r) {
+    unroll<VECTORS>([&](int i) {
       at.with_readable(i, [&](int channel) { read<VECTOR>(h[r][i], x + (offset_of(r) + channel)); });
-    }
-  }
+    });
+  });
   if constexpr (ADDS) {
     const T* residual = advance<VECTOR>(static_cast<const T*>(call.residual), start);
     T* sum = advance<VECTOR>(static_cast<T*>(call.h), start);
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-#pragma unroll
-      for (int i = 0; i < VECTORS; i++) {
+    unroll<ROWS>([&](int r) {
+      unroll<VECTORS>([&](int i) {
         at.with_readable(i, [&](int channel) {
           float addend[VECTOR];
           read<VECTOR>(addend, residual + (offset_of(r) + channel));
-#pragma unroll
-          for (int j = 0; j < VECTOR; j++) h[r][i][j] += addend[j];
+          unroll<VECTOR>([&](int j) { h[r][i][j] += addend[j]; });
           round_to<T>(h[r][i]);
         });
         if (row_of(r) < rows && at.has(i)) write<VECTOR>(sum + (offset_of(r) + at.channel(i)), h[r][i]);
-      }
-    }
+      });
+    });
   }
   if constexpr (ADDEND == Addend::shift) {
     const auto add = [&](const auto* shift) {
-#pragma unroll
-      for (int i = 0; i < VECTORS; i++) {
+      unroll<VECTORS>([&](int i) {
         at.with_readable(i, [&](int channel) {
           float addend[VECTOR];
           read<VECTOR>(addend, shift + channel);
-#pragma unroll
-          for (int r = 0; r < ROWS; r++) {
-#pragma unroll
-            for (int j = 0; j < VECTOR; j++) h[r][i][j] += addend[j];
-          }
+          unroll<ROWS>([&](int r) {
+            unroll<VECTOR>([&](int j) { h[r][i][j] += addend[j]; });
+          });
         });
-      }
+      });
     };
     if (std::is_same_v<T, float> || call.float_shift) add(static_cast<const float*>(call.shift));
     else add(static_cast<const T*>(call.shift));
   }
 
-  float means[ROWS], squares[ROWS], origins[ROWS] = {};
-#pragma unroll
-  for (int r = 0; r < ROWS; r++) {
+  float means[ROWS] = {}, squares[ROWS] = {}, origins[ROWS] = {};
+  unroll<ROWS>([&](int r) {
     if constexpr (std::is_same_v<T, float>) origins[r] = first_of_row(h[r][0][0], at);
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
+    unroll<VECTORS>([&](int i) {
       if constexpr (std::is_same_v<T, float>) {
-#pragma unroll
-        for (float& value : h[r][i]) value -= origins[r];
+        unroll<VECTOR>([&](int j) { h[r][i][j] -= origins[r]; });
       }
       float sum = h[r][i][0];
-#pragma unroll
-      for (int j = 1; j < VECTOR; j++) sum += h[r][i][j];
+      unroll<VECTOR - 1>([&](int j) { sum += h[r][i][j + 1]; });
       sum = at.has(i) ? sum : 0;
       means[r] = i == 0 ? sum : means[r] + sum;
-    }
-  }
+    });
+  });
   sum_over_row(means, at);
-#pragma unroll
-  for (int r = 0; r < ROWS; r++) {
+  unroll<ROWS>([&](int r) {
     means[r] *= call.inverse;
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-#pragma unroll
-      for (float& value : h[r][i]) value -= means[r];
+    unroll<VECTORS>([&](int i) {
+      unroll<VECTOR>([&](int j) { h[r][i][j] -= means[r]; });
       float sum = h[r][i][0] * h[r][i][0];
-#pragma unroll
-      for (int j = 1; j < VECTOR; j++) sum += h[r][i][j] * h[r][i][j];
+      unroll<VECTOR - 1>([&](int j) { sum += h[r][i][j + 1] * h[r][i][j + 1]; });
       sum = at.has(i) ? sum : 0;
       squares[r] = i == 0 ? sum : squares[r] + sum;
-    }
-  }
+    });
+  });
   sum_over_row(squares, at);
 
   Out* out = advance<VECTOR>(static_cast<Out*>(call.out), start);
   float rstds[ROWS];
-#pragma unroll
-  for (int r = 0; r < ROWS; r++) rstds[r] = reciprocal_root(squares[r] * call.inverse + call.eps);
-#pragma unroll
-  for (int i = 0; i < VECTORS; i++) {
+  unroll<ROWS>([&](int r) { rstds[r] = reciprocal_root(squares[r] * call.inverse + call.eps); });
+  unroll<VECTORS>([&](int i) {
     float weight[VECTOR] = {}, bias[VECTOR] = {};
     at.with_readable(i, [&](int channel) {
       read_parameter<VECTOR, T>(weight, call.weight, channel, call.float_parameters, 1);
       read_parameter<VECTOR, T>(bias, call.bias, channel, call.float_parameters, 0);
     });
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-#pragma unroll
-      for (int j = 0; j < VECTOR; j++) {
+    unroll<ROWS>([&](int r) {
+      unroll<VECTOR>([&](int j) {
         h[r][i][j] = activate<activation, kPrecision<Out>>(h[r][i][j] * rstds[r] * weight[j] + bias[j]);
-      }
+      });
       if (row_of(r) < rows && at.has(i)) write<VECTOR>(out + (offset_of(r) + at.channel(i)), h[r][i]);
-    }
-  }
+    });
+  });
   if (at.lane != 0 || call.mean == nullptr) return;
-  float *mean = advance<VECTOR>(call.mean, first), *rstd = advance<VECTOR>(call.rstd, first);
-#pragma unroll
-  for (int r = 0; r < ROWS; r++) {
-    if (row_of(r) >= rows) continue;
+  float* mean = advance<VECTOR>(static_cast<float*>(call.mean), first);
+  float* rstd = advance<VECTOR>(static_cast<float*>(call.rstd), first);
+  unroll<ROWS>([&](int r) {
+    if (row_of(r) >= rows) return;
     if constexpr (std::is_same_v<T, float>) means[r] += origins[r];
     mean[row_of(r)] = means[r];
     rstd[row_of(r)] = rstds[r];
-  }
+  });
 }
 
 template <class T, Activation activation, int VECTOR, int VECTORS, class Out>
@@ -508,8 +469,7 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
     });
   };
   if constexpr (keeps_parameters) {
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) read_parameters(i);
+    unroll<VECTORS>([&](int i) { read_parameters(i); });
   }
   const int step = static_cast<int>(gridDim.x) * at.rows_at_once;
   // The number of turns is the block's, since its threads meet in sum_over_row.
@@ -517,7 +477,7 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
     const bool present = first + at.row < call.rows;  // else the row is the last one again, and does not count
     const int row = min(first + at.row, call.rows - 1);
     const int64_t start = int64_t{row} * call.channels;
-    const float mean = call.mean[row], rstd = call.rstd[row];
+    const float mean = static_cast<const float*>(call.mean)[row], rstd = static_cast<const float*>(call.rstd)[row];
     const T* h = advance<VECTOR>(static_cast<const T*>(call.h), start);
     const Out* dout = advance<VECTOR>(static_cast<const Out*>(call.dout), start);
     float normal[VECTORS][VECTOR] = {}, g[VECTORS][VECTOR] = {};
@@ -530,34 +490,30 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
     };
     // Vectors are all under way before the first is used. So many single values would take all registers.
     if constexpr (VECTOR > 1) {
-#pragma unroll
-      for (int i = 0; i < VECTORS; i++) read_both(i);
+      unroll<VECTORS>([&](int i) { read_both(i); });
     }
     if constexpr (reads_dh_ahead) {  // later, each vector of it would wait until the one before is written to dx
       if (call.dh != nullptr) {
         const T* dh = advance<VECTOR>(static_cast<const T*>(call.dh), start);
-#pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
+        unroll<VECTORS>([&](int i) {
           at.with_readable(i, [&](int channel) { read_packed(other[i], dh + channel); });
-        }
+        });
       }
     }
     float sums[2] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
+    unroll<VECTORS>([&](int i) {
       if constexpr (VECTOR == 1) {
-        if (!present || !at.has(i)) continue;
+        if (!present || !at.has(i)) return;
         keep_reads_here();
         read_both(i);
       }
       // A branch, so that few derivatives are under way at once: registers spill otherwise (sm_120).
       if constexpr (VECTORS == 8 && activation != Activation::identity) {
-        if (!at.has(i)) continue;
+        if (!at.has(i)) return;
       }
       if constexpr (!keeps_parameters) read_parameters(i);
-      float part[2];
-#pragma unroll
-      for (int j = 0; j < VECTOR; j++) {
+      float part[2] = {};
+      unroll<VECTOR>([&](int j) {
         const float n = (normal[i][j] - mean) * rstd;
         float gradient = g[i][j];
         if constexpr (activation != Activation::identity) {
@@ -572,34 +528,30 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
         part[1] = j == 0 ? gradient * n : part[1] + gradient * n;
         normal[i][j] = n;
         g[i][j] = gradient;
-      }
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
+      });
+      unroll<2>([&](int k) {
         const float sum = at.has(i) ? part[k] : 0;
         sums[k] = VECTOR > 1 && i == 0 ? sum : sums[k] + sum;
-      }
-    }
+      });
+    });
     sum_over_row(sums, at);
     const float factor = -rstd * call.inverse, shift = factor * sums[0], slope = factor * sums[1];
     T* dx = advance<VECTOR>(static_cast<T*>(call.dx), start);
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-      if (!present || !at.has(i)) continue;
+    unroll<VECTORS>([&](int i) {
+      if (!present || !at.has(i)) return;
       const int channel = at.channel(i);
-#pragma unroll
-      for (int j = 0; j < VECTOR; j++) g[i][j] = g[i][j] * rstd + (normal[i][j] * slope + shift);
+      unroll<VECTOR>([&](int j) { g[i][j] = g[i][j] * rstd + (normal[i][j] * slope + shift); });
       if (call.dh != nullptr) {
         float addend[VECTOR];
         if constexpr (reads_dh_ahead) unpack(other[i], addend);
         else read<VECTOR>(addend, static_cast<const T*>(call.dh) + (start + channel));
-#pragma unroll
-        for (int j = 0; j < VECTOR; j++) g[i][j] += addend[j];
+        unroll<VECTOR>([&](int j) { g[i][j] += addend[j]; });
       }
       write<VECTOR>(dx + channel, g[i]);
       if constexpr (!std::is_same_v<T, Out>) {
         if (call.dbranch != nullptr) write<VECTOR>(static_cast<Out*>(call.dbranch) + (start + channel), g[i]);
       }
-    }
+    });
   }
   float* sums = call.sums + int64_t{blockIdx.x} * 2 * call.channels;
   write_sums(dweight, sums, at);
@@ -608,68 +560,60 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
 
 // GELU ------------------------------------------------------------------------------------------------------
 
-// GELU of a flat tensor, one piece per block.
-template <class T, Activation activation, int VECTOR, int VECTORS>
-__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS>) gelu_kernel(GeluForward call) {
-  const Piece<VECTOR, VECTORS> at(call.size);
-  const T* x = static_cast<const T*>(call.x) + at.first;
-  T* out = static_cast<T*>(call.out) + at.first;
-  float values[VECTORS][VECTOR];
-#pragma unroll
-  for (int i = 0; i < VECTORS; i++) {
-    if (at.has(i)) read<VECTOR>(values[i], x + at.offset(i));
-  }
-#pragma unroll
-  for (int i = 0; i < VECTORS; i++) {
-    if (!at.has(i)) continue;
-#pragma unroll
-    for (float& value : values[i]) value = activate<activation, kPrecision<T>>(value);
-    write<VECTOR>(out + at.offset(i), values[i]);
-  }
+// GELU of a row, or of a piece of a flat tensor, which begins at `start`.
+template <class T, Activation activation, bool has_bias, int VECTOR, int VECTORS>
+__device__ __forceinline__ void activate_row(const GeluForward& call, const Place<VECTOR, VECTORS>& at, int64_t start) {
+  float x[VECTORS][VECTOR];
+  unroll<VECTORS>([&](int i) {
+    if (at.has(i)) read<VECTOR>(x[i], static_cast<const T*>(call.x) + start + at.channel(i));
+  });
+  unroll<VECTORS>([&](int i) {
+    if (!at.has(i)) return;
+    if constexpr (has_bias) {
+      float bias[VECTOR];
+      read_parameter<VECTOR, T>(bias, call.bias, at.channel(i), call.float_parameters, 0);
+      unroll<VECTOR>([&](int j) { x[i][j] = activate<activation, kPrecision<T>>(x[i][j] + bias[j]); });
+    } else {
+      unroll<VECTOR>([&](int j) { x[i][j] = activate<activation, kPrecision<T>>(x[i][j]); });
+    }
+    write<VECTOR>(static_cast<T*>(call.out) + start + at.channel(i), x[i]);
+  });
 }
 
+// A block has a piece of a flat tensor for itself.
+template <int VECTOR, int VECTORS>
+constexpr int64_t kPiece = int64_t{kFlatThreads} * VECTOR * VECTORS;
+
 template <class T, Activation activation, int VECTOR, int VECTORS>
-__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS>) gelu_backward_kernel(GeluBackward call) {
-  const Piece<VECTOR, VECTORS> at(call.size);
-  const T* x = static_cast<const T*>(call.x) + at.first;
-  const T* dout = static_cast<const T*>(call.dout) + at.first;
-  T* dx = static_cast<T*>(call.dx) + at.first;
-  float values[VECTORS][VECTOR], g[VECTORS][VECTOR];
-#pragma unroll
-  for (int i = 0; i < VECTORS; i++) {
-    if (!at.has(i)) continue;
-    read<VECTOR>(values[i], x + at.offset(i));
-    read<VECTOR>(g[i], dout + at.offset(i));
-  }
-#pragma unroll
-  for (int i = 0; i < VECTORS; i++) {
-    if (!at.has(i)) continue;
-#pragma unroll
-    for (int j = 0; j < VECTOR; j++) g[i][j] *= activation_derivative<activation, kPrecision<T>>(values[i][j]);
-    write<VECTOR>(dx + at.offset(i), g[i]);
-  }
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS>) gelu_kernel(GeluForward call) {
+  const int64_t first = int64_t{blockIdx.x} * kPiece<VECTOR, VECTORS>;
+  const int size = static_cast<int>(min(call.size - first, kPiece<VECTOR, VECTORS>));
+  activate_row<T, activation, false>(call, Place<VECTOR, VECTORS>(size, kFlatThreadsLog2), first);
 }
 
 template <class T, Activation activation, int VECTOR, int VECTORS>
 __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS, true>)
     bias_gelu_kernel(GeluForward call, int lanes_log2) {
   const Place<VECTOR, VECTORS> at(call.channels, lanes_log2);
-  const int64_t row = int64_t{blockIdx.x} * at.rows_at_once + at.row, start = row * call.channels;
-  if (start >= call.size) return;
-  float x[VECTORS][VECTOR];
-#pragma unroll
-  for (int i = 0; i < VECTORS; i++) {
-    if (at.has(i)) read<VECTOR>(x[i], static_cast<const T*>(call.x) + start + at.channel(i));
-  }
-#pragma unroll
-  for (int i = 0; i < VECTORS; i++) {
-    if (!at.has(i)) continue;
-    float bias[VECTOR];
-    read_parameter<VECTOR, T>(bias, call.bias, at.channel(i), call.float_parameters, 0);
-#pragma unroll
-    for (int j = 0; j < VECTOR; j++) x[i][j] = activate<activation, kPrecision<T>>(x[i][j] + bias[j]);
-    write<VECTOR>(static_cast<T*>(call.out) + start + at.channel(i), x[i]);
-  }
+  const int64_t start = (int64_t{blockIdx.x} * at.rows_at_once + at.row) * call.channels;
+  if (start < call.size) activate_row<T, activation, true>(call, at, start);
+}
+
+template <class T, Activation activation, int VECTOR, int VECTORS>
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS>) gelu_backward_kernel(GeluBackward call) {
+  const int64_t first = int64_t{blockIdx.x} * kPiece<VECTOR, VECTORS>;
+  const Place<VECTOR, VECTORS> at(static_cast<int>(min(call.size - first, kPiece<VECTOR, VECTORS>)), kFlatThreadsLog2);
+  float x[VECTORS][VECTOR], g[VECTORS][VECTOR];
+  unroll<VECTORS>([&](int i) {
+    if (!at.has(i)) return;
+    read<VECTOR>(x[i], static_cast<const T*>(call.x) + first + at.channel(i));
+    read<VECTOR>(g[i], static_cast<const T*>(call.dout) + first + at.channel(i));
+  });
+  unroll<VECTORS>([&](int i) {
+    if (!at.has(i)) return;
+    unroll<VECTOR>([&](int j) { g[i][j] *= activation_derivative<activation, kPrecision<T>>(x[i][j]); });
+    write<VECTOR>(static_cast<T*>(call.dx) + first + at.channel(i), g[i]);
+  });
 }
 
 template <class T, Activation activation, int VECTOR, int VECTORS>
@@ -680,33 +624,29 @@ __global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, 1)
   const int64_t step = int64_t{gridDim.x} * at.rows_at_once * call.channels;
   float dbias[VECTORS][VECTOR] = {}, bias[VECTORS][VECTOR];
   if constexpr (keeps_parameters) {
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
+    unroll<VECTORS>([&](int i) {
       if (at.has(i)) read_parameter<VECTOR, T>(bias[i], call.bias, at.channel(i), call.float_parameters, 0);
-    }
+    });
   }
   const int64_t first = (int64_t{blockIdx.x} * at.rows_at_once + at.row) * call.channels;
   for (int64_t start = first; start < call.size; start += step) {
     float x[VECTORS][VECTOR], g[VECTORS][VECTOR];
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-      if (!at.has(i)) continue;
+    unroll<VECTORS>([&](int i) {
+      if (!at.has(i)) return;
       read<VECTOR>(x[i], static_cast<const T*>(call.x) + start + at.channel(i));
       read<VECTOR>(g[i], static_cast<const T*>(call.dout) + start + at.channel(i));
-    }
-#pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-      if (!at.has(i)) continue;
+    });
+    unroll<VECTORS>([&](int i) {
+      if (!at.has(i)) return;
       if constexpr (!keeps_parameters) {
         read_parameter<VECTOR, T>(bias[i], call.bias, at.channel(i), call.float_parameters, 0);
       }
-#pragma unroll
-      for (int j = 0; j < VECTOR; j++) {
+      unroll<VECTOR>([&](int j) {
         g[i][j] *= activation_derivative<activation, kPrecision<T>>(x[i][j] + bias[i][j]);
         dbias[i][j] += g[i][j];
-      }
+      });
       write<VECTOR>(static_cast<T*>(call.dx) + start + at.channel(i), g[i]);
-    }
+    });
   }
   write_sums(dbias, call.sums + int64_t{blockIdx.x} * call.channels, at);
 }

@@ -8,25 +8,17 @@
 namespace cvt_kernels::layer_norm_gelu::cuda {
 namespace {
 
-// Starts kernels on a stream and keeps the first error.
-struct Launcher {
-  cudaStream_t stream;
-  cudaError_t error = cudaSuccess;
-
-  template <class... Parameters, class... Arguments>
-  void operator()(void (*kernel)(Parameters...), int64_t blocks, int threads, const Arguments&... arguments) {
-    if (error != cudaSuccess || blocks == 0) return;
-    kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, stream>>>(arguments...);
-    error = cudaGetLastError();
-  }
-  const char* message() const { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
-};
-
+// Starts the kernels that f hands over, on a stream, and returns the first error.
 template <class F>
 const char* run(void* stream, F f) {
-  Launcher launcher{static_cast<cudaStream_t>(stream)};
-  f([&](auto... arguments) { launcher(arguments...); });
-  return launcher.message();
+  cudaError_t error = cudaSuccess;
+  f([&](auto kernel, int64_t blocks, int threads, const auto&... arguments) {
+    if (error != cudaSuccess || blocks == 0) return;
+    kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, static_cast<cudaStream_t>(stream)>>>(
+        arguments...);
+    error = cudaGetLastError();
+  });
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
 }  // namespace

@@ -41,14 +41,14 @@ struct LayerNormForward {
   const void* bias;      // or null
   void* h;
   void* out;
-  float* mean;  // or null, with rstd
-  float* rstd;
+  void* mean;  // or null, with rstd; floats
+  void* rstd;
   int64_t rows;
   float eps;
-  float inverse;  // 1 / channels
+  float inverse = 0;  // 1 / channels
   int channels;
-  bool float_parameters;  // weight and bias are float, whatever the type of x
-  bool float_shift;
+  bool float_parameters = false;  // weight and bias are float, whatever the type of x
+  bool float_shift = false;
 };
 
 struct LayerNormBackward {
@@ -57,15 +57,15 @@ struct LayerNormBackward {
   const void* h;
   const void* weight;  // or null
   const void* bias;    // or null; read only if there is an activation
-  const float* mean;
-  const float* rstd;
+  const void* mean;    // floats, as rstd
+  const void* rstd;
   void* dx;
   void* dbranch;  // dx in the type of the result, where that differs from the rows'; or null
-  float* sums;    // (blocks, 2, channels): the parts of dweight and of dbias
+  float* sums = nullptr;  // (blocks, 2, channels): the parts of dweight and of dbias
   int rows;
-  float inverse;  // 1 / channels
+  float inverse = 0;  // 1 / channels
   int channels;
-  bool float_parameters;
+  bool float_parameters = false;
 };
 
 struct GeluForward {
@@ -74,7 +74,7 @@ struct GeluForward {
   void* out;
   int64_t size;
   int channels;  // of a row; 0 without a bias
-  bool float_parameters;
+  bool float_parameters = false;
 };
 
 struct GeluBackward {
@@ -82,10 +82,10 @@ struct GeluBackward {
   const void* x;
   const void* bias;  // or null
   void* dx;
-  float* sums;  // (blocks, channels): the parts of dbias; null without a bias
+  float* sums = nullptr;  // (blocks, channels): the parts of dbias; null without a bias
   int64_t size;
   int channels;  // of a row; 0 without a bias
-  bool float_parameters;
+  bool float_parameters = false;
 };
 
 struct SumOverBlocks {
@@ -105,6 +105,7 @@ inline constexpr int kSumsFloatVectors[] = {2, 3, 4, 6, 8};  // likewise in the 
 inline constexpr int kScalars[] = {16};
 inline constexpr int kFlatVectors = 4;  // of GELU without a bias, which knows no rows
 inline constexpr int kFlatBackwardVectors = 2;
+inline constexpr int kFlatThreadsLog2 = 7, kFlatThreads = 1 << kFlatThreadsLog2;
 
 // Says whether rows that are held so never need more than a warp: layout_of takes more vectors instead.
 constexpr bool fits_warp(int vector, int vectors) { return vector > 1 && vector * vectors <= 8; }
@@ -142,8 +143,8 @@ inline Layout layout_of(DType dtype, int channels, bool aligned, bool sums = fal
 // Without a bias, GELU knows no rows, and a block takes a piece of the tensor. The backward has two tensors to read, and
 // takes fewer vectors of each.
 inline Layout flat_layout(DType dtype, bool aligned, bool backward) {
-  if (!aligned) return {1, 16, 128, 128};
-  return {dtype == DType::float32 ? 4 : 8, backward ? kFlatBackwardVectors : kFlatVectors, 128, 128};
+  if (!aligned) return {1, 16, kFlatThreads, kFlatThreads};
+  return {dtype == DType::float32 ? 4 : 8, backward ? kFlatBackwardVectors : kFlatVectors, kFlatThreads, kFlatThreads};
 }
 
 // The number of blocks that cover a flat tensor.

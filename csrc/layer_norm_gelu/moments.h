@@ -10,6 +10,14 @@ namespace {
 template <class T>
 constexpr Precision kPrecision = sizeof(T) == 2 ? Precision::half : Precision::full;
 
+// Calls f with the type and the activation as a constant: any, or one of GELU.
+template <bool or_identity = true, class F>
+void with_types(DType dtype, Activation activation, F f) {
+  with_type(dtype, [&](auto type) {
+    with_activation<or_identity>(activation, [&](auto constant) { f(type, constant); });
+  });
+}
+
 template <class T, Activation activation>
 VECTOR_INLINE VectorOf<T> activated(VectorOf<T> x) {
   if constexpr (std::is_same_v<T, double>) {

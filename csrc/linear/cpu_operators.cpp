@@ -8,8 +8,6 @@
 #include <csignal>
 #endif
 
-#include <torch/csrc/stable/library.h>
-
 #include "linear/packed.h"
 #include "linear_int8/cpu_loops.h"
 
@@ -53,9 +51,7 @@ Tensor pack_linear(const Tensor& weight) {
   return out;
 }
 
+IMPLEMENT("pack_linear", pack_linear)
+
 }  // namespace
 }  // namespace cvt_kernels::linear
-
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  IMPLEMENT(m, "pack_linear", &cvt_kernels::linear::pack_linear);
-}

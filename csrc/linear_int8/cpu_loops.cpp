@@ -34,15 +34,6 @@ void pad_row(LeftNumber* row, int64_t inputs) {
   for (int64_t i = inputs; i < end; i++) row[i] = kOffset;
 }
 
-template <class G>
-void with_float(DType dtype, G f) {
-  switch (dtype) {
-    case DType::bfloat16: return f(BFloat16{});
-    case DType::float16: return f(Half{});
-    default: return f(float{});  // the operators refuse float64
-  }
-}
-
 void quantize(DType dtype, const void* x, int64_t stride, int64_t rows, int64_t inputs, void* out, float* scales) {
   with_float(dtype, [&](auto type) {
     const auto* from = static_cast<const decltype(type)*>(x);
@@ -152,39 +143,31 @@ void multiply(const void* values, int64_t rows, const void* packed, int64_t inpu
   }
 }
 
-// A row as float: itself, or a copy.
-template <class T>
-const float* widened(const T* x, int64_t size, float* copy) {
-  if constexpr (std::is_same_v<T, float>) {
-    return x;
-  } else {
-    for_vectors<F::lanes>(size, [&](int64_t i, auto lanes, int) LAMBDA_INLINE {
-      store(copy + i, load(x + i, lanes), lanes);
-    });
-    return copy;
-  }
-}
-
 // What is to be rounded of a row: x itself, or what becomes of it in `copy`.
 template <class T, Activation activation>
 const float* prepared(const Rows& rows, const T* x, float* copy) {
+  const auto fill = [&](auto value) LAMBDA_INLINE {
+    for_vectors<F::lanes>(rows.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      store(copy + c, value(c, lanes), lanes);
+    });
+  };
   if (rows.normalizes) {
     const auto keep = [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(copy + c, normal, lanes); };
     if (rows.shift == nullptr) {
       normalize(rows.norm, x, rows.channels, copy, keep);
     } else {
-      for_vectors<F::lanes>(rows.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-        store(copy + c, load(x + c, lanes) + load(rows.shift + c, lanes), lanes);
-      });
+      fill([&](int64_t c, auto lanes) LAMBDA_INLINE { return load(x + c, lanes) + load(rows.shift + c, lanes); });
       normalize(rows.norm, copy, rows.channels, copy, keep);
     }
-    return copy;
+  } else if constexpr (activation != Activation::identity) {
+    fill([&](int64_t c, auto lanes) LAMBDA_INLINE {
+      return layer_norm_gelu::activate<activation>(load(x + c, lanes) + load(rows.norm.bias + c, lanes));
+    });
+  } else if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else {
+    fill([&](int64_t c, auto lanes) LAMBDA_INLINE { return load(x + c, lanes); });
   }
-  if constexpr (activation == Activation::identity) return widened(x, rows.channels, copy);
-  for_vectors<F::lanes>(rows.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-    const F sum = load(x + c, lanes) + load(rows.norm.bias + c, lanes);
-    store(copy + c, layer_norm_gelu::activate<activation>(sum), lanes);
-  });
   return copy;
 }
 

@@ -6,8 +6,6 @@
 #include <cmath>
 #include <tuple>
 
-#include <torch/csrc/stable/library.h>
-
 #include "common/units.h"
 #include "layer_norm_gelu/operators.h"
 #include "linear_int8/packed.h"
@@ -15,7 +13,6 @@
 namespace cvt_kernels::linear_int8 {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // numbers that are worth a thread
 // The most rows that are multiplied together: of more, the results lie on more pages than the CPU keeps track of.
 constexpr int64_t kMostRows = 32;
 
@@ -43,21 +40,15 @@ Matrix rows_of(const Tensor& x) {
 }
 
 // A vector of the channels in float32; filled with `absent` if there is none, and there are rows for it.
-class Vector {
- public:
-  Vector(const char* name, const std::optional<Tensor>& tensor, int64_t size, float absent, bool has_rows)
-      : data_(tensor.has_value() ? linear::vector_of(name, *tensor, size) : nullptr) {
-    if (tensor.has_value() || !has_rows) return;
-    filled_.assign(size, absent);
-    data_ = filled_.data();
+Tensor vector_or(const char* name, const Optional& tensor, int64_t size, float absent, const Tensor& x) {
+  if (!tensor.has_value()) {
+    return tensor_of({x.numel() > 0 ? size : 0}, ScalarType::Float, x, [=](int64_t) { return absent; });
   }
+  linear::vector_of(name, *tensor, size);
+  return *tensor;
+}
 
-  const float* data() const { return data_; }
-
- private:
-  std::vector<float> filled_;
-  const float* data_;
-};
+const float* floats_of(const Optional& tensor) { return static_cast<const float*>(const_data_of(tensor)); }
 
 std::tuple<Tensor, Tensor> quantized(const Tensor& x, Rows rows) {
   const DType dtype = linear::served_dtype("x", x);
@@ -71,8 +62,8 @@ std::tuple<Tensor, Tensor> quantized(const Tensor& x, Rows rows) {
   const Tensor scales = empty(sizes, ScalarType::Float, x);
   int8_t* numbers = static_cast<int8_t*>(values.mutable_data_ptr());
   float* of_rows = static_cast<float*>(scales.mutable_data_ptr());
-  const int64_t grain = std::max<int64_t>(1, kGrain / matrix.columns), bytes = matrix.columns * sizeof(float);
-  parallel_for_with_scratch(matrix.rows, grain, bytes, [&](int64_t begin, int64_t end, char* scratch) {
+  const int64_t bytes = matrix.columns * sizeof(float);
+  parallel_for_with_scratch(matrix.rows, grain_of(matrix.columns), bytes, [&](int64_t begin, int64_t end, char* scratch) {
     kernels().quantize_rows(dtype, rows, begin, end, reinterpret_cast<float*>(scratch), numbers, of_rows);
   });
   return {values, scales};
@@ -80,22 +71,23 @@ std::tuple<Tensor, Tensor> quantized(const Tensor& x, Rows rows) {
 
 std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x) { return quantized(x, {}); }
 
-std::tuple<Tensor, Tensor> layer_norm_quantize(const Tensor& x, const std::optional<Tensor>& weight,
-                                               const std::optional<Tensor>& bias, double eps,
-                                               const std::optional<Tensor>& shift) {
-  const int64_t channels = channels_of("x", x), has_rows = numbers_of("x", x) > 0;
-  const Vector norm_weight("weight", weight, channels, 1, has_rows), norm_bias("bias", bias, channels, 0, has_rows);
+std::tuple<Tensor, Tensor> layer_norm_quantize(const Tensor& x, const Optional& weight, const Optional& bias, double eps,
+                                               const Optional& shift) {
+  const int64_t channels = channels_of("x", x);
+  numbers_of("x", x);
+  const Tensor norm_weight = vector_or("weight", weight, channels, 1, x), norm_bias = vector_or("bias", bias, channels, 0, x);
   expect_eps("eps", eps);
+  if (shift.has_value()) linear::vector_of("shift", *shift, channels);
   return quantized(x, {.normalizes = true,
-                       .norm = {norm_weight.data(), norm_bias.data(), static_cast<float>(eps)},
-                       .shift = shift.has_value() ? linear::vector_of("shift", *shift, channels) : nullptr});
+                       .norm = {floats_of(norm_weight), floats_of(norm_bias), static_cast<float>(eps)},
+                       .shift = floats_of(shift)});
 }
 
-std::tuple<Tensor, Tensor> gelu_quantize(const Tensor& x, const std::optional<Tensor>& bias, const std::string& activation) {
-  const Vector added("bias", bias, channels_of("x", x), 0, numbers_of("x", x) > 0);
-  const Activation gelu = layer_norm_gelu::activation_of(activation);
-  expect(gelu != Activation::identity, "activation", activation, "none, tanh or quick");
-  return quantized(x, {.norm = {nullptr, added.data(), 0}, .activation = gelu});
+std::tuple<Tensor, Tensor> gelu_quantize(const Tensor& x, const Optional& bias, const std::string& activation) {
+  const int64_t channels = channels_of("x", x);
+  numbers_of("x", x);
+  const Tensor added = vector_or("bias", bias, channels, 0, x);
+  return quantized(x, {.norm = {nullptr, floats_of(added), 0}, .activation = layer_norm_gelu::gelu_of(activation)});
 }
 
 Tensor pack_linear_int8(const Tensor& weight) {
@@ -162,9 +154,8 @@ void multiply_and_finish(const Left& left, const void* packed, const Finish& fin
   for_steps({{tiles * groups, scale_bytes + value_bytes + sum_bytes, multiply}}, false);
 }
 
-Tensor linear_int8(const Tensor& x, const std::optional<Tensor>& x_scales, const Tensor& packed,
-                   const Tensor& weight_scale, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-                   const std::string& activation, ScalarType dtype) {
+Tensor linear_int8(const Tensor& x, const Optional& x_scales, const Tensor& packed, const Tensor& weight_scale,
+                   const Optional& bias, const Optional& residual, const std::string& activation, ScalarType dtype) {
   const bool is_quantized = x.scalar_type() == ScalarType::Char;
   expect(is_quantized == x_scales.has_value(), "x_scales", x_scales, "them for x of int8, and none for others; x is ",
          Shown{x});
@@ -178,9 +169,9 @@ Tensor linear_int8(const Tensor& x, const std::optional<Tensor>& x_scales, const
   dtype_of("dtype", dtype);
   const Tensor out = empty(sizes, dtype, x);
   const DType out_dtype = linear::served_dtype("dtype", out);
-  const Vector added("bias", bias, outputs, 0, true);
-  std::optional<Tensor> summand, scales;
-  if (residual.has_value()) summand = contiguous_like("residual", *residual, out);
+  const Tensor added = vector_or("bias", bias, outputs, 0, x);
+  const Optional summand = contiguous_like("residual", residual, out);
+  Optional scales;
   if (is_quantized) {
     expect(x_scales->scalar_type() == ScalarType::Float && x_scales->numel() == x.numel() / inputs, "x_scales", *x_scales,
            "a float32 number for each row");
@@ -189,13 +180,13 @@ Tensor linear_int8(const Tensor& x, const std::optional<Tensor>& x_scales, const
   const Left left{
       .x = rows_of(x),
       .dtype = x_dtype,
-      .scales = static_cast<const float*>(layer_norm_gelu::const_data_of(scales)),
+      .scales = floats_of(scales),
   };
   const Finish finish{
       .weight_scale = scale_of_weight,
-      .bias = added.data(),
+      .bias = floats_of(added),
       .activation = layer_norm_gelu::activation_of(activation),
-      .residual = layer_norm_gelu::const_data_of(summand),
+      .residual = const_data_of(summand),
       .out = out.mutable_data_ptr(),
       .outputs = outputs,
   };
@@ -203,14 +194,11 @@ Tensor linear_int8(const Tensor& x, const std::optional<Tensor>& x_scales, const
   return out;
 }
 
+IMPLEMENT("quantize_rows", quantize_rows)
+IMPLEMENT("layer_norm_quantize", layer_norm_quantize)
+IMPLEMENT("gelu_quantize", gelu_quantize)
+IMPLEMENT("pack_linear_int8", pack_linear_int8)
+IMPLEMENT("linear_int8_packed", linear_int8)
+
 }  // namespace
 }  // namespace cvt_kernels::linear_int8
-
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  using namespace cvt_kernels::linear_int8;
-  IMPLEMENT(m, "quantize_rows", &quantize_rows);
-  IMPLEMENT(m, "layer_norm_quantize", &layer_norm_quantize);
-  IMPLEMENT(m, "gelu_quantize", &gelu_quantize);
-  IMPLEMENT(m, "pack_linear_int8", &pack_linear_int8);
-  IMPLEMENT(m, "linear_int8_packed", &cvt_kernels::linear_int8::linear_int8);
-}

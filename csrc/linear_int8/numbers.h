@@ -66,26 +66,18 @@ VECTOR_INLINE I rounded(Vector<float> x) {
 #endif
 }
 
-template <class N>
-struct NarrowNumbers {
-  typedef N Type __attribute__((vector_size(I::lanes * sizeof(N))));
-};
-
 // Stores integers as numbers that are narrower, in which they fit.
 template <class N>
 VECTOR_INLINE void store_numbers(N* out, I x, Whole) {
-  typename NarrowNumbers<N>::Type numbers;
+  using Numbers = typename Native<N, I::lanes * sizeof(N)>::Type;
+  Numbers numbers = __builtin_convertvector(x.v, Numbers);
 #if INTRINSICS && defined __AVX2__ && !defined __AVX512F__  // the compiler does half of it number by number
   if constexpr (sizeof(N) == 1) {
     const __m128i low = _mm256_castsi256_si128((__m256i)x.v), high = _mm256_extracti128_si256((__m256i)x.v, 1);
     const __m128i words = _mm_packs_epi32(low, high);
     const __m128i bytes = std::is_signed_v<N> ? _mm_packs_epi16(words, words) : _mm_packus_epi16(words, words);
     std::memcpy(&numbers, &bytes, sizeof numbers);
-  } else {
-    numbers = __builtin_convertvector(x.v, typename NarrowNumbers<N>::Type);
   }
-#else
-  numbers = __builtin_convertvector(x.v, typename NarrowNumbers<N>::Type);
 #endif
   std::memcpy(out, &numbers, sizeof numbers);
 }

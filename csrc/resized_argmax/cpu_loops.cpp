@@ -73,40 +73,24 @@ void classify_row(const Logits& call, int64_t row) {
 
 int64_t stride_of(const Logits& call) { return (call.classes + F::lanes - 1) / F::lanes * F::lanes; }
 
-// Columns of logits between two rows, of which the last two that were asked for stay.
-template <class T>
-class Blended {
- public:
-  Blended(const Logits& call, int64_t image, const Place& place, float* memory)
-      : call_(call), above_(pixels_of<T>(call, image, place.at)), below_(pixels_of<T>(call, image, place.next)), place_(place),
-        memory_(memory) {}
-
-  const float* column(int64_t x) {
-    float* to = memory_ + x % 2 * stride_of(call_);
-    if (columns_[x % 2] == x) return to;
-    columns_[x % 2] = x;
-    const T *top = above_ + x * call_.column_step, *bottom = below_ + x * call_.column_step;
-    for_vectors<F::lanes>(call_.classes, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      store(to + c, load(top + c, lanes) * F(place_.weight) + load(bottom + c, lanes) * F(place_.next_weight), lanes);
-    });
-    return to;
-  }
-
- private:
-  const Logits& call_;
-  const T *above_, *below_;
-  const Place place_;
-  float* memory_;
-  int64_t columns_[2] = {-1, -1};
-};
-
 template <class T>
 void resize_row(const Logits& call, int64_t row, float* memory) {
   const int64_t image = row / call.out_height, classes = call.classes;
   const Place down = place_of(row % call.out_height, call.out_height, call.height);
   const int32_t* of_image = call.largest + image * call.height * call.width;
   const int32_t *above = of_image + down.at * call.width, *below = of_image + down.next * call.width;
-  Blended<T> blended(call, image, down, memory);
+  const T *top = pixels_of<T>(call, image, down.at), *bottom = pixels_of<T>(call, image, down.next);
+  int64_t blended[2] = {-1, -1};
+  const auto column = [&](int64_t x) {  // between both rows; the last two that were asked for stay
+    float* to = memory + x % 2 * stride_of(call);
+    if (blended[x % 2] == x) return to;
+    blended[x % 2] = x;
+    const int64_t at = x * call.column_step;
+    for_vectors<F::lanes>(classes, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      store(to + c, load(top + at + c, lanes) * F(down.weight) + load(bottom + at + c, lanes) * F(down.next_weight), lanes);
+    });
+    return to;
+  };
   float* mixed = memory + 2 * stride_of(call);
   int64_t* out = call.out + row * call.out_width;
   for (int64_t x = 0; x < call.out_width; x++) {
@@ -116,7 +100,7 @@ void resize_row(const Logits& call, int64_t row, float* memory) {
       out[x] = first;
       continue;
     }
-    const float *left = blended.column(across.at), *right = blended.column(across.next);
+    const float *left = column(across.at), *right = column(across.next);
     const auto value = [&](int64_t c, auto lanes) LAMBDA_INLINE {
       return load(left + c, lanes) * F(across.weight) + load(right + c, lanes) * F(across.next_weight);
     };
@@ -128,23 +112,14 @@ void resize_row(const Logits& call, int64_t row, float* memory) {
   }
 }
 
-template <class G>
-void with_element(DType dtype, G f) {
-  switch (dtype) {
-    case DType::bfloat16: return f(BFloat16{});
-    case DType::float16: return f(Half{});
-    default: return f(float{});  // the operator refuses float64
-  }
-}
-
 void classify(DType dtype, const Logits& call, int64_t row) {
-  with_element(dtype, [&](auto type) { classify_row<decltype(type)>(call, row); });
+  with_float(dtype, [&](auto type) { classify_row<decltype(type)>(call, row); });
 }
 
 int64_t scratch_bytes(const Logits& call) { return 3 * stride_of(call) * static_cast<int64_t>(sizeof(float)); }
 
 void resize(DType dtype, const Logits& call, int64_t row, void* scratch) {
-  with_element(dtype, [&](auto type) { resize_row<decltype(type)>(call, row, static_cast<float*>(scratch)); });
+  with_float(dtype, [&](auto type) { resize_row<decltype(type)>(call, row, static_cast<float*>(scratch)); });
 }
 
 }  // namespace

@@ -2,8 +2,6 @@
 //
 // Every pixel is computed in the same way whichever thread takes it, so results do not depend on their number.
 
-#include <torch/csrc/stable/library.h>
-
 #include "common/tensors.h"
 #include "common/units.h"
 #include "resized_argmax/cpu_loops.h"
@@ -12,7 +10,7 @@ namespace cvt_kernels::resized_argmax {
 namespace {
 
 Tensor resized_argmax(const Tensor& given, int64_t height, int64_t width) {
-  static const Kernels& loops = *choose(KERNEL_TABLES);
+  const Kernels& loops = *choose(KERNEL_TABLES);
   expect(given.dim() == 4 && given.size(1) > 0 && given.size(2) > 0 && given.size(3) > 0, "logits", given,
          "(batch, height, width, classes)");
   expect(given.size(3) < int64_t{1} << 31, "logits", given, "fewer than 2^31 classes");
@@ -22,7 +20,7 @@ Tensor resized_argmax(const Tensor& given, int64_t height, int64_t width) {
   const DType dtype = dtype_of("logits", given);
   expect(dtype != DType::float64, "logits", given, "float32, bfloat16 or float16");
   numbers_of("logits", given);
-  const Tensor logits = given.size(3) == 1 || given.stride(3) == 1 ? given : made_contiguous("logits", given);
+  const Tensor logits = with_adjacent_channels("logits", given);
   const int64_t images = logits.size(0);
   product("result", {images, height, width});
   const Tensor out = empty({images, height, width}, ScalarType::Long, logits);
@@ -49,9 +47,7 @@ Tensor resized_argmax(const Tensor& given, int64_t height, int64_t width) {
   return out;
 }
 
+IMPLEMENT("resized_argmax", resized_argmax)
+
 }  // namespace
 }  // namespace cvt_kernels::resized_argmax
-
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  IMPLEMENT(m, "resized_argmax", &cvt_kernels::resized_argmax::resized_argmax);
-}

@@ -11,13 +11,6 @@
 namespace cvt_kernels::rows {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // elements that are worth a thread
-
-template <class F>
-void for_rows(int64_t rows, int64_t channels, const F& f) {
-  parallel_for(rows, std::max<int64_t>(1, kGrain / channels), f);
-}
-
 // The index (images, count) of rows, each a token of its image or negative; it refuses others.
 class Index {
  public:
@@ -50,135 +43,105 @@ class Index {
   Tensor rows_;
 };
 
-int64_t element_bytes(const char* name, const Tensor& x) {
-  int64_t bytes = 0;
-  with_type(dtype_of(name, x), [&](auto type) { bytes = sizeof(type); });
-  return bytes;
-}
-
-// Tokens (images, tokens, channels) whose channels are adjacent; strides are in values.
-class Tokens {
- public:
-  explicit Tokens(const Tensor& given) : x_(given) {
-    expect(given.dim() == 3 && given.size(2) > 0, "x", given, "(batch, tokens, channels)");
-    bytes_ = element_bytes("x", given);
-    if (given.stride(2) != 1) x_ = made_contiguous("x", given);
-    images = x_.size(0), tokens = x_.size(1), channels = x_.size(2);
-    image_stride = x_.stride(0), token_stride = x_.stride(1);
-    data = static_cast<const char*>(x_.const_data_ptr());
+// Tokens (images, tokens, channels) whose channels are adjacent.
+struct Tokens {
+  explicit Tokens(const Tensor& given) : x(with_adjacent_channels("x", given)) {
+    expect(x.dim() == 3, "x", x, "(batch, tokens, channels)");
+    dtype_of("x", x);
+    row_bytes = x.size(2) * x.element_size();
   }
 
-  int64_t row_bytes() const { return channels * bytes_; }
   const char* row(int64_t image, int64_t token) const {
-    return data + (image * image_stride + token * token_stride) * bytes_;
+    const int64_t place = image * x.stride(0) + token * x.stride(1);
+    return static_cast<const char*>(x.const_data_ptr()) + place * static_cast<int64_t>(x.element_size());
   }
 
-  int64_t images, tokens, channels, image_stride, token_stride;
-  const char* data;
-
- private:
-  Tensor x_;
-  int64_t bytes_;
+  const Tensor x;
+  int64_t row_bytes;
 };
 
 void check_images(const Index& index, int64_t images) {
   expect(index.images == images, "rows", Quoted{"a batch of ", index.images}, "the batch of x, ", images);
 }
 
-// The tensor in contiguous memory, after a check that it has a row of channels, of the dtype of `like`, for each of an index.
-std::optional<Tensor> rows_of(const char* name, const std::optional<Tensor>& given, const Index& index, int64_t channels,
-                              const Tensor& like) {
+// The values in contiguous memory, after a check that there is a row of channels, of the dtype of `like`, for each of an index.
+Optional values_of(const Optional& given, const Index& index, int64_t channels, const Tensor& like) {
   if (!given.has_value()) return std::nullopt;
-  expect(given->dim() == 3 && given->size(0) == index.images && given->size(1) == index.count &&
-             given->size(2) == channels && given->scalar_type() == like.scalar_type(),
-         name, *given, "(batch, rows, channels) of the dtype of x: ", shown(like.scalar_type()), " (", index.images, ", ",
-         index.count, ", ", channels, ")");
-  return made_contiguous(name, *given);
+  expect_sizes("values", *given, {index.images, index.count, channels}, like.scalar_type(), like, "(batch, rows, channels)");
+  return made_contiguous("values", *given);
+}
+
+// Copies rows to where they lie one after the other: from(i), or zeros where that is null.
+template <class F>
+void copy_rows(int64_t rows, int64_t channels, int64_t bytes, void* out, const F& from) {
+  parallel_for(rows, grain_of(channels), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      char* to = static_cast<char*>(out) + i * bytes;
+      if (const char* row = from(i)) std::memcpy(to, row, bytes);
+      else std::memset(to, 0, bytes);
+    }
+  });
 }
 
 Tensor gather_rows(const Tensor& x, const Tensor& rows) {
   const Tokens tokens(x);
-  const Index index(rows, tokens.tokens);
-  check_images(index, tokens.images);
-  const Tensor out = empty({tokens.images, index.count, tokens.channels}, x.scalar_type(), x);
-  char* to = static_cast<char*>(out.mutable_data_ptr());
-  const int64_t bytes = tokens.row_bytes();
-  for_rows(tokens.images * index.count, tokens.channels, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      const int64_t token = index.data[i];
-      if (token < 0) std::memset(to + i * bytes, 0, bytes);
-      else std::memcpy(to + i * bytes, tokens.row(i / index.count, token), bytes);
-    }
+  const Index index(rows, x.size(1));
+  check_images(index, x.size(0));
+  const Tensor out = empty({index.images, index.count, x.size(2)}, x.scalar_type(), x);
+  copy_rows(index.images * index.count, x.size(2), tokens.row_bytes, out.mutable_data_ptr(), [&](int64_t i) {
+    return index.data[i] < 0 ? nullptr : tokens.row(i / index.count, index.data[i]);
   });
   return out;
 }
 
-// Copies row i of values; fills with zeros where there are none.
-class Writer {
- public:
-  Writer(const std::optional<Tensor>& values, const Index& index, int64_t channels, const Tensor& like)
-      : values_(rows_of("values", values, index, channels, like)), bytes_(channels * element_bytes("x", like)) {}
-
-  void operator()(int64_t i, char* to) const {
-    if (!values_.has_value()) std::memset(to, 0, bytes_);
-    else std::memcpy(to, static_cast<const char*>(values_->const_data_ptr()) + i * bytes_, bytes_);
-  }
-
- private:
-  std::optional<Tensor> values_;
-  int64_t bytes_;
-};
-
-Tensor scatter_rows(const std::optional<Tensor>& x, const Tensor& rows, const std::optional<Tensor>& values, int64_t tokens) {
+Tensor scatter_rows(const Optional& x, const Tensor& rows, const Optional& values, int64_t tokens) {
   expect(x.has_value() || values.has_value(), "x", x, "it, or values");
   expect(tokens >= 0, "tokens", tokens, "at least 0");
   const Tensor& like = x.has_value() ? *x : *values;
-  const std::optional<Tokens> from = x.has_value() ? std::optional<Tokens>(*x) : std::nullopt;
+  std::optional<Tokens> from;
+  if (x.has_value()) from.emplace(*x);
   const Index index(rows, tokens);
   const int64_t images = index.images, channels = channels_of(x.has_value() ? "x" : "values", like);
-  if (from.has_value()) {
-    check_images(index, from->images);
-    expect(from->tokens == tokens, "tokens", tokens, "those of x, ", from->tokens);
+  if (x.has_value()) {
+    check_images(index, x->size(0));
+    expect(x->size(1) == tokens, "tokens", tokens, "those of x, ", x->size(1));
   }
-  const Writer write(values, index, channels, like);
+  dtype_of("values", like);
+  const Optional written = values_of(values, index, channels, like);
+  const char* data = static_cast<const char*>(const_data_of(written));
   const Tensor out = empty({images, tokens, channels}, like.scalar_type(), like);
   const std::vector<int64_t> places = index.places();
-  char* to = static_cast<char*>(out.mutable_data_ptr());
-  const int64_t bytes = channels * element_bytes("x", like);
-  for_rows(images * tokens, channels, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      if (places[i] >= 0) write(places[i], to + i * bytes);
-      else if (from.has_value()) std::memcpy(to + i * bytes, from->row(i / tokens, i % tokens), bytes);
-      else std::memset(to + i * bytes, 0, bytes);
-    }
+  const int64_t bytes = channels * like.element_size();
+  copy_rows(images * tokens, channels, bytes, out.mutable_data_ptr(), [&](int64_t i) -> const char* {
+    if (places[i] >= 0) return data == nullptr ? nullptr : data + places[i] * bytes;
+    return from.has_value() ? from->row(i / tokens, i % tokens) : nullptr;
   });
   return out;
 }
 
 void scatter_rows_(const Tensor& x, const Tensor& rows, const Tensor& values) {
   expect(x.dim() == 3 && x.size(2) > 0 && x.is_contiguous(), "x", x, "contiguous (batch, tokens, channels)");
+  dtype_of("x", x);
   numbers_of("x", x);
   expect_apart("rows", rows, x);
   expect_apart("values", values, x);
   const Index index(rows, x.size(1));
   check_images(index, x.size(0));
-  const Writer write(values, index, x.size(2), x);
+  const Tensor written = *values_of(values, index, x.size(2), x);
+  const char* from = static_cast<const char*>(written.const_data_ptr());
   char* to = static_cast<char*>(x.mutable_data_ptr());
-  const int64_t tokens = x.size(1), bytes = x.size(2) * element_bytes("x", x);
-  for_rows(index.images * index.count, x.size(2), [&](int64_t begin, int64_t end) {
+  const int64_t tokens = x.size(1), bytes = x.size(2) * x.element_size();
+  parallel_for(index.images * index.count, grain_of(x.size(2)), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t token = index.data[i];
-      if (token >= 0) write(i, to + (i / index.count * tokens + token) * bytes);
+      if (token >= 0) std::memcpy(to + (i / index.count * tokens + token) * bytes, from + i * bytes, bytes);
     }
   });
 }
 
+IMPLEMENT("gather_rows", gather_rows)
+IMPLEMENT("scatter_rows", scatter_rows)
+IMPLEMENT("scatter_rows_", scatter_rows_)
+
 }  // namespace
 }  // namespace cvt_kernels::rows
-
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  using namespace cvt_kernels::rows;
-  IMPLEMENT(m, "gather_rows", &gather_rows);
-  IMPLEMENT(m, "scatter_rows", &scatter_rows);
-  IMPLEMENT(m, "scatter_rows_", &scatter_rows_);
-}

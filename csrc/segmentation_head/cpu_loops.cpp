@@ -146,22 +146,22 @@ void classify_segment(const Head& head, int64_t unit, void* memory) {
 
 int64_t projection_bytes(DType dtype, const Source& map) {
   Parts parts(nullptr);
-  with_element(dtype, [&](auto type) { ProjectionScratch<Element<decltype(type)>>(map, parts); });
+  with_float(dtype, [&](auto type) { ProjectionScratch<Element<decltype(type)>>(map, parts); });
   return parts.size();
 }
 
 void project(DType dtype, const Source& map, const Run& run, void* scratch) {
-  with_element(dtype, [&](auto type) { project_run<decltype(type)>(map, run, scratch); });
+  with_float(dtype, [&](auto type) { project_run<decltype(type)>(map, run, scratch); });
 }
 
 int64_t scratch_bytes(DType dtype, const Head& head) {
   Parts parts(nullptr);
-  with_element(dtype, [&](auto type) { Scratch<decltype(type)>(head, parts); });
+  with_float(dtype, [&](auto type) { Scratch<decltype(type)>(head, parts); });
   return parts.size();
 }
 
 void classify(DType dtype, const Head& head, int64_t unit, void* scratch) {
-  with_element(dtype, [&](auto type) { classify_segment<decltype(type)>(head, unit, scratch); });
+  with_float(dtype, [&](auto type) { classify_segment<decltype(type)>(head, unit, scratch); });
 }
 
 }  // namespace

@@ -16,12 +16,12 @@ constexpr int64_t kMostSide = 1 << 20;  // pixels in height and width, whose cen
 
 // Maps of some images, the channels of a pixel adjacent; steps between neighbors are in elements.
 struct Source {
-  const void* data;
+  const void* data = nullptr;
   int64_t image_step, row_step, column_step;
   int64_t height, width;
   Linear linear;   // that of the first map has the bias of the sum, others have zeros
-  float* product;  // room for (images, height, width, linear.outputs); not of the first map
-  int64_t tile_rows;  // the most pixels of a run
+  float* product = nullptr;  // room for (images, height, width, linear.outputs); not of the first map
+  int64_t tile_rows = 0;     // the most pixels of a run
 };
 
 struct Head {
@@ -29,7 +29,7 @@ struct Head {
   int64_t others;
   int64_t segments;  // of a row of the first map: with the rows, the units that threads share
   Linear classifier;
-  void* out;  // (images, height, width, classifier.outputs)
+  void* out = nullptr;  // (images, height, width, classifier.outputs)
 };
 
 // The loops, compiled for one instruction set. They serve all dtypes but float64.

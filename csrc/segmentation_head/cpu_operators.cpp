@@ -2,8 +2,6 @@
 //
 // Every pixel is computed in the same way whichever thread takes it, so results do not depend on their number.
 
-#include <torch/csrc/stable/library.h>
-
 #include "common/units.h"
 #include "linear/packed.h"
 #include "segmentation_head/cpu_loops.h"
@@ -20,7 +18,7 @@ Tensor with_channels_adjacent(const Tensor& map, const Tensor& like) {
   expect(map.size(1) <= kMostSide && map.size(2) <= kMostSide, "maps", map, "heights and widths of up to ", kMostSide);
   expect(map.scalar_type() == like.scalar_type(), "maps", map, "all of one dtype, ", shown(like.scalar_type()));
   numbers_of("maps", map);
-  return map.size(3) == 1 || map.stride(3) == 1 ? map : made_contiguous("maps", map);
+  return with_adjacent_channels("maps", map);
 }
 
 // Serves some images.
@@ -40,7 +38,7 @@ void serve(const Kernels& loops, DType dtype, int64_t images, std::vector<Source
 
 Tensor segmentation_head_packed(const std::vector<Tensor>& maps, const std::vector<Tensor>& packed, const Tensor& bias,
                                 const Tensor& classifier, const Tensor& classifier_bias) {
-  static const Kernels& loops = *choose(PRODUCT_TABLES);
+  const Kernels& loops = *choose(PRODUCT_TABLES);
   expect(!maps.empty(), "maps", maps, "at least 1");
   expect_count("packed", packed, maps.size());
   const DType dtype = linear::served_dtype("maps", maps[0]);
@@ -58,15 +56,12 @@ Tensor segmentation_head_packed(const std::vector<Tensor>& maps, const std::vect
     const int64_t numbers = product("maps", {map.size(1), map.size(2), channels});
     if (i > 0) bytes += numbers * static_cast<int64_t>(sizeof(float));
     sources.push_back({
-        .data = nullptr,
         .image_step = map.stride(0),
         .row_step = map.stride(1),
         .column_step = map.stride(2),
         .height = map.size(1),
         .width = map.size(2),
         .linear = linear::layer_of(dtype, packed[i], bias, channels, map.size(3)),
-        .product = nullptr,
-        .tile_rows = 0,
     });
     if (i > 0) sources[i].linear.bias = zeros.data();
   }
@@ -77,7 +72,6 @@ Tensor segmentation_head_packed(const std::vector<Tensor>& maps, const std::vect
       .others = static_cast<int64_t>(maps.size()) - 1,
       .segments = (width + kTileRows - 1) / kTileRows,
       .classifier = linear::layer_of(dtype, classifier, classifier_bias, classes, channels),
-      .out = nullptr,
   };
   const int64_t most = std::min(images, bytes == 0 ? images : std::max<int64_t>(1, kProductBytes / bytes));
   const int64_t element = maps[0].element_size();
@@ -98,9 +92,7 @@ Tensor segmentation_head_packed(const std::vector<Tensor>& maps, const std::vect
   return out;
 }
 
+IMPLEMENT("segmentation_head_packed", segmentation_head_packed)
+
 }  // namespace
 }  // namespace cvt_kernels::segmentation_head
-
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  IMPLEMENT(m, "segmentation_head_packed", &cvt_kernels::segmentation_head::segmentation_head_packed);
-}

@@ -247,6 +247,4 @@ inline bool holds_pointer(int64_t pointer, const Tensor& tensor) {
   return *reinterpret_cast<const int64_t*>(tensor.get()) == pointer;
 }
 
-inline void define(py::module_& m) { m.def("state", &state, "Returns the state of modules and tensors."); }
-
 }  // namespace cvt_kernels::snapshots

@@ -9,8 +9,6 @@
 #include <string>
 #include <vector>
 
-#include <torch/csrc/stable/library.h>
-
 #include "common/units.h"
 #include "linear/packed.h"
 #include "linear_int8/packed.h"
@@ -532,11 +530,10 @@ Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const std::
 
 }  // namespace
 }  // namespace pyramids
-}  // namespace cvt_kernels::transformer_block
 
-STABLE_TORCH_LIBRARY_IMPL(cvt_kernels, CPU, m) {
-  IMPLEMENT(m, "pack_convolution", &cvt_kernels::transformer_block::pack_convolution);
-  IMPLEMENT(m, "transformer_block_", &cvt_kernels::transformer_block::transformer_block);
-  IMPLEMENT(m, "pack_depthwise", &cvt_kernels::transformer_block::pyramids::pack_depthwise);
-  IMPLEMENT(m, "pyramid_block_packed", &cvt_kernels::transformer_block::pyramids::pyramid_block);
-}
+IMPLEMENT("pack_convolution", pack_convolution)
+IMPLEMENT("transformer_block_", transformer_block)
+IMPLEMENT("pack_depthwise", pyramids::pack_depthwise)
+IMPLEMENT("pyramid_block_packed", pyramids::pyramid_block)
+
+}  // namespace cvt_kernels::transformer_block

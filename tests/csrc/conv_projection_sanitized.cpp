@@ -54,7 +54,7 @@ void train(DType dtype, Projection forward, int64_t tokens) {
     const Training call{forward, gradients.data(), dx.data(), sums.data(), quantities};
     for (int64_t unit = 0; unit < units; unit += 3) {
       const int64_t own = quantities * forward.block * sizeof(Q) / sizeof(A);
-      std::vector<A> scratch(own + training_size(forward), std::nanf(""));
+      std::vector<A> scratch(own + scratch_size(forward, 2), std::nanf(""));
       loops(dtype, call, unit, std::min(units, unit + 3), scratch.data());
     }
     check(sums);
@@ -91,8 +91,7 @@ void run(DType dtype, int64_t height, int64_t width, int64_t channels, int64_t c
   const Projection call{x.data(), tokens * channels, channels, batch,  class_tokens,
                         height,   width,             channels, branches.data(), static_cast<int64_t>(branches.size()),
                         block,    bands,             margin,   std::min(held, height)};
-  int64_t size = (call.held + 1) * row_size(call);
-  for (const Branch& branch : branches) size += packed_size(call, branch);
+  const int64_t size = scratch_size(call, 1);
   const int64_t units = (channels + block - 1) / block * batch * bands;
   for (int64_t unit = 0; unit < units; unit += 3) {
     std::vector<A> scratch(size, std::nanf(""));

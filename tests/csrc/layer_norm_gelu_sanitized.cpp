@@ -50,15 +50,16 @@ void run(DType dtype, Activation activation, int64_t rows, int64_t channels) {
                                    .shift = shift,
                                    .weight = weight.data(),
                                    .bias = bias.data(),
-                                   .eps = 1e-5,
-                                   .channels = channels,
                                    .h = h.data(),
                                    .out = out.data(),
                                    .mean = mean.data(),
-                                   .rstd = rstd.data()};
+                                   .rstd = rstd.data(),
+                                   .rows = rows,
+                                   .eps = 1e-5,
+                                   .channels = channels};
     KERNELS.layer_norm(dtype, activation, forward, 0, rows, scratch.data());
-    const LayerNormBackward backward{dout.data(), adds ? residual.data() : nullptr, x.data(), mean.data(), rstd.data(),
-                                     weight.data(), bias.data(), channels, dx.data()};
+    const LayerNormBackward backward{dout.data(), adds ? residual.data() : nullptr, x.data(), weight.data(), bias.data(),
+                                     mean.data(), rstd.data(), dx.data(), nullptr, rows, channels};
     KERNELS.layer_norm_backward(dtype, activation, backward, 0, rows, sums.data(), scratch.data());
     if (adds) check(h, "h");
     check(out, "out of layer_norm");
@@ -70,8 +71,8 @@ void run(DType dtype, Activation activation, int64_t rows, int64_t channels) {
   for (const A* shift : {static_cast<const A*>(nullptr), bias.data()}) {
     auto out = buffer<T>(size, NAN), dx = buffer<T>(size, NAN);
     std::vector<A> sums(channels);
-    KERNELS.gelu(dtype, activation, GeluForward{x.data(), shift, channels, out.data()}, 0, rows);
-    const GeluBackward backward{dout.data(), x.data(), shift, channels, dx.data()};
+    KERNELS.gelu(dtype, activation, GeluForward{x.data(), shift, out.data(), size, channels}, 0, rows);
+    const GeluBackward backward{dout.data(), x.data(), shift, dx.data(), size, channels};
     KERNELS.gelu_backward(dtype, activation, backward, 0, rows, sums.data());
     check(out, "out of gelu");
     check(dx, "dx of gelu");

@@ -233,8 +233,8 @@ def test_operators_check_what_they_would_read():
         (1, x_scales, "x_scales: got .*, expected them for x of int8"),
         (3, scales.double(), "weight_scale: got .*, expected float32 of the channels"),
         (4, bias[:39], "bias: got .*, expected float32 of the channels"),
-        (5, residual.half(), "residual: got .*, expected the dtype of x"),
-        (5, residual[:3], "residual: got .*, expected the shape of float32"),
+        (5, residual.half(), "residual: got .*, expected float32 of the shape of x"),
+        (5, residual[:3], r"residual: got .*, expected float32 of the shape of x, \("),
         (6, "relu", "activation: got 'relu'"),
         (7, torch.float64, "dtype: got .*, expected float32, bfloat16 or float16"),
     ):
