@@ -486,3 +486,5 @@ def test_every_fact_of_a_call_of_a_graph():
         "None": kind(x, 1.0, name=None),
     }
     assert_every_fact_changes(kind(x, 1.0, name="a"), keys)
+    assert kind(x, 0.0) != kind(x, -0.0)  # which are equal
+    assert kind(x, float("nan")) == kind(x, float("nan"))
