@@ -219,11 +219,6 @@ def test_rates_by_a_clock_that_stands(monkeypatch):
 # Who measures ---------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_measured_at_import():
-    code = "import sys, cvt_kernels; sys.exit('cvt_kernels.tuning.clock' in sys.modules)"
-    assert run_python(code).returncode == 0
-
-
 def test_a_replay_has_the_device_time_of_one_call(monkeypatch):
     class Clock:
         arm = staticmethod(lambda: events.append("flush"))

@@ -135,28 +135,6 @@ def test_tiles_of_other_sizes(dtype, changes):
         assert_agrees("conv_linear", "triton", **sizes(2, (3, 4), 34, dtype=dtype, outputs=18))
 
 
-@pytest.mark.parametrize(
-    ("settings", "changes", "reason"),
-    [
-        ({"padding": 2}, {}, "serves at most 3 convolutions of 3×3"),
-        ({"stride": 2}, {}, "serves at most 3 convolutions of 3×3"),
-        ({"kernel": 1}, {}, "serves at most 3 convolutions of 3×3"),
-        ({}, {"running_mean": None, "running_var": None}, "a branch has no running statistics"),
-        ({"channels": 516, "dtype": "float64"}, {}, "tokens have 516 channels, more than 512"),
-        ({"outputs": 600}, {}, "tokens have 600 channels, more than 512"),
-        ({"outputs": 0}, {}, "the batch or an output is empty"),
-    ],
-    ids=str,
-)
-def test_what_is_refused(settings, changes, reason):
-    x, grid, convs, linears = made_of("conv_linear", "reference", gradient="none", **settings).call.record
-    convs = [conv._replace(**changes) for conv in convs]
-    with torch.no_grad():
-        assert forward.why_unsupported(
-            backends.operators["conv_linear"].bind(x, grid, convs, linears)
-        ).startswith(reason)
-
-
 # Plans ----------------------------------------------------------------------------------------------------
 
 
@@ -193,10 +171,3 @@ def test_every_strip_has_one_program(stage, batch):
         assert computed[1] >= group.width
         if batch == 256:
             assert computed[0] * computed[1] <= 1.15 * group.height * group.width
-
-
-@pytest.mark.parametrize(
-    ("outputs", "widths"), [(3, (16,)), (64, (64,)), (192, (128, 64)), (384, (128,) * 3), (132, (128, 16))]
-)
-def test_blocks_of_outputs(outputs, widths):
-    assert common._widths(outputs, 128) == widths
