@@ -121,7 +121,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     return subprocess.CompletedProcess(code, child.returncode, out, err)
 
 
-#: Runs pieces of code in copies of this process, at most a minute each; prints what each has printed.
+#: Runs pieces of code in copies of this process, at most ten minutes each; prints what each has printed.
 _PIECES = """
 import json, os, signal, sys, tempfile
 told = {}
@@ -131,7 +131,7 @@ for name, code in PIECES.items():
         if pid == 0:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-            signal.alarm(60)
+            signal.alarm(600)
             exec(code)
             sys.exit()
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
