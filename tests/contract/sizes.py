@@ -112,6 +112,22 @@ SIZES = {
             height=3 width=22 inputs=7 channels=160 kernel=3 stride=3 padding=0 channels_last=True bare=True
         """,
     },
+    "conv_linear": {
+        "triton": """
+            batch=3 height=1 width=1 channels=16
+            batch=1 height=5 width=7 channels=20 class_token=False
+            batch=1 height=14 width=14 channels=8 branches=1
+            batch=1 height=3 width=2 channels=70 class_token=False stride=2 branches=1
+            batch=3 height=1 width=6 channels=3 class_token=False bare=True
+            batch=2 height=4 width=3 channels=64 outputs=132 dtype=float64
+            batch=1 height=3 width=4 channels=7 dtype=float16
+            batch=1 height=3 width=4 channels=66 dtype=float16 mixed=True
+            batch=1 height=3 width=4 channels=66 dtype=bfloat16
+            batch=2 height=5 width=7 channels=196 outputs=72
+            batch=1 height=9 width=14 channels=260 class_token=False bare=True dtype=float16
+            batch=3 height=1 width=6 channels=200 branches=2 outputs=520 dtype=bfloat16
+        """
+    },
     "depthwise_conv_gelu": {
         "cpu": """
             height=35 width=9 channels=40
