@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import subprocess
@@ -118,6 +119,37 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     out, err = child.communicate()
     assert child.returncode is not None
     return subprocess.CompletedProcess(code, child.returncode, out, err)
+
+
+#: Runs pieces of code in copies of this process, at most ten minutes each; prints what each has printed.
+_PIECES = """
+import json, os, signal, sys, tempfile
+told = {}
+for name, code in PIECES.items():
+    with tempfile.TemporaryFile("w+") as file:
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            signal.alarm(600)
+            exec(code)
+            sys.exit()
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        file.seek(0)
+        told[name] = status, file.read()
+print(json.dumps(told))
+"""
+
+
+def run_pieces(setup: str, pieces: dict[str, str], **environment: str) -> dict[str, tuple[int, str]]:
+    """Runs pieces of code, each in a copy of one process that has run ``setup``.
+
+    Returns:
+        The exit code of each, and what it has printed, on standard error too.
+    """
+    done = run_python(setup + _PIECES.replace("PIECES", repr(pieces)), **environment)
+    assert done.returncode == 0, done.stderr
+    return {name: tuple(each) for name, each in json.loads(done.stdout).items()}
 
 
 def _run(

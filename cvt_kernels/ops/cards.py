@@ -8,6 +8,7 @@ contract's examples and the fuzzer's cases are settings.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import itertools
 import math
@@ -131,12 +132,17 @@ TILES = {"block_m": (16, 64, 128), "width": (64, 128), "block_k": (64, 128), "nu
 
 
 def worded(words: str) -> dict[str, Any]:
-    """Returns settings from words, as ``"rows=13 dtype=float16 inplace=True"``."""
+    """Returns settings from words, as ``"rows=13 dtype=float16 inplace=True scale=0.1"``."""
     pairs = (word.split("=", 1) for word in words.split())
-    return {name: _BOOLEANS.get(text, int(text) if text.isdecimal() else text) for name, text in pairs}
+    return {name: _value_of(text) for name, text in pairs}
 
 
-_BOOLEANS = {"True": True, "False": False}
+def _value_of(text: str) -> Any:
+    """Returns the number or the constant of Python that a word is, or the word itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def card_of(operator: str) -> Card:

@@ -4,6 +4,41 @@ A line says what differs from the example ``usual``. Sizes are those at which a 
 tiles that are not full, several programs, vectors with a rest, channels that are read one by one.
 """
 
+#: Of blocks, without gradients, for which layers of the same tokens are one product.
+_BLOCKS = """
+    gradient=none class_token=False approximate=quick scale=0.1
+    gradient=none approximate=tanh dtype=bfloat16 channels=48 heads=3 head_dim=16 hidden=144
+    gradient=none dtype=bfloat16 mixed=True
+    gradient=none batch=3 height=7 width=1 channels=21 heads=7 head_dim=3
+    gradient=none height=3 width=3 stride=1 hidden=72
+    gradient=none height=3 width=8 stride=3 channels=20 head_dim=18 bare=True
+    gradient=none height=13 width=14 head_dim=48 hidden=72 count=150 scores=avg scale=0.1
+    gradient=none count=3 scores=avg
+    gradient=none count=20 scores=cls
+    gradient=none dtype=float16 count=9 scores=cls
+    gradient=none height=7 width=1 channels=21 heads=7 head_dim=3 count=4 scores=avg class_token=False
+    gradient=none height=3 width=8 stride=3 head_dim=18 count=23 scores=avg
+    gradient=none reduce=squares mixes=True approximate=tanh
+    gradient=none reduce=squares mixes=True approximate=quick bare=True layout=transposed
+    gradient=none reduce=squares approximate=quick bare=True
+    gradient=none reduce=squares mixes=True dtype=bfloat16 channels=48 heads=3 head_dim=16
+    gradient=none reduce=squares dtype=bfloat16 channels=48 heads=3 head_dim=16
+    gradient=none reduce=nothing mixes=True
+    gradient=none reduce=squares ratio=1 mixes=True height=4 width=4
+    gradient=none reduce=squares mixes=True height=7 width=5
+    gradient=none reduce=squares ratio=3 mixes=True height=11 width=7
+    gradient=none reduce=squares ratio=8 mixes=True height=17 width=25
+    gradient=none reduce=squares ratio=8 mixes=True height=8 width=8
+    gradient=none reduce=nothing mixes=True batch=1 height=1 width=1
+    gradient=none reduce=squares ratio=1 mixes=True batch=1 height=1 width=1 channels=5 heads=1
+    gradient=none reduce=squares ratio=3 mixes=True height=3 width=130 channels=17 heads=1 scale=0.1
+    gradient=none reduce=squares mixes=True height=31 width=8 head_dim=18 hidden=530
+    gradient=none reduce=nothing height=1 width=30 channels=6 head_dim=3 hidden=7
+    gradient=none reduce=nothing count=9
+    gradient=none reduce=nothing count=1
+    gradient=none reduce=squares count=9
+"""
+
 #: Operator → backend → calls.
 SIZES = {
     "attention": {
@@ -76,6 +111,22 @@ SIZES = {
             height=5 width=3 inputs=1 channels=1 kernel=1 stride=1 padding=0 channels_last=True dtype=bfloat16
             height=3 width=22 inputs=7 channels=160 kernel=3 stride=3 padding=0 channels_last=True bare=True
         """,
+    },
+    "conv_linear": {
+        "triton": """
+            batch=3 height=1 width=1 channels=16
+            batch=1 height=5 width=7 channels=20 class_token=False
+            batch=1 height=14 width=14 channels=8 branches=1
+            batch=1 height=3 width=2 channels=70 class_token=False stride=2 branches=1
+            batch=3 height=1 width=6 channels=3 class_token=False bare=True
+            batch=2 height=4 width=3 channels=64 outputs=132 dtype=float64
+            batch=1 height=3 width=4 channels=7 dtype=float16
+            batch=1 height=3 width=4 channels=66 dtype=float16 mixed=True
+            batch=1 height=3 width=4 channels=66 dtype=bfloat16
+            batch=2 height=5 width=7 channels=196 outputs=72
+            batch=1 height=9 width=14 channels=260 class_token=False bare=True dtype=float16
+            batch=3 height=1 width=6 channels=200 branches=2 outputs=520 dtype=bfloat16
+        """
     },
     "depthwise_conv_gelu": {
         "cpu": """
@@ -169,6 +220,7 @@ SIZES = {
             height=4 width=63 inputs=5 channels=6
         """
     },
+    "transformer_block": dict.fromkeys(("cpu", "composed"), _BLOCKS),
     "layer_norm": {"cpu": "rows=2 channels=8192\nrows=37 channels=192 shifted=True dtype=bfloat16"},
     "add_layer_norm": {"cpu": "rows=2 channels=8192\nrows=37 channels=192 result=float16 dtype=bfloat16"},
     "layer_norm_gelu": {"cpu": "rows=37 channels=192 dtype=float16\nrows=2 channels=8192 approximate=quick"},
@@ -192,9 +244,18 @@ IN_EVERY_SET = {
         height=9 width=8 out_height=4 out_width=3
         height=1 width=1 channels=1
     """,
+    "linear_int8": "leading=rows rows=40 channels=132 outputs=37\nleading=rows rows=17 channels=31 outputs=1",
     "segmentation_head": """
         height=9 width=14 inputs=17 channels=65 outputs=33 others=4
         height=9 width=14 inputs=17 channels=65 outputs=33 others=4 channels_last=True
+    """,
+    "transformer_block": """
+        height=5 width=7 channels=37 heads=1 head_dim=37 hidden=70 class_token=False
+        height=6 width=5 channels=19 heads=3 head_dim=11 hidden=530 approximate=quick
+        height=9 width=14 channels=5 heads=1 head_dim=17 hidden=9 kernel=5 count=17 scores=cls
+        height=11 width=7 channels=17 heads=2 head_dim=9 hidden=33 reduce=squares ratio=3 mixes=True
+        height=3 width=65 channels=8 heads=2 head_dim=4 hidden=530 reduce=nothing mixes=True approximate=tanh
+        height=7 width=5 channels=33 heads=1 head_dim=33 hidden=40 reduce=squares ratio=2
     """,
 }
 
@@ -210,8 +271,10 @@ REFUSED = """
     conv_projection triton: padding=2 | serves at most 3 convolutions of 3×3
     conv_projection triton: summands=2 | a branch is a sum
     conv_linear triton: padding=2 | serves at most 3 convolutions of 3×3
+    conv_linear triton: stride=2 | serves at most 3 convolutions of 3×3
     conv_linear triton: kernel=1 | serves at most 3 convolutions of 3×3
     conv_linear triton: channels=516 dtype=float64 | tokens have 516 channels, more than 512
+    conv_linear triton: outputs=0 | the batch or an output is empty
     conv_linear triton: outputs=600 | tokens have 600 channels, more than 512
     conv_embedding triton: height=9 width=9 channels=5000 | tokens have 5000 channels, more than 4096
     depthwise_conv_gelu triton: batch=0 | the batch is empty

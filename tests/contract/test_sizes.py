@@ -9,13 +9,14 @@ import cvt_kernels as ck
 from cvt_kernels import backends
 from cvt_kernels.ops.cards import call_public, worded
 from tests.checks import every_instruction_set, needs_extension, run_on_instruction_set
-from tests.contract.examples import assert_right, example, has_gradients
+from tests.contract.examples import EXAMPLES, assert_right, example, has_gradients
 from tests.contract.sizes import IN_EVERY_SET, REFUSED, SIZES
 from tests.contract.test_contract import DTYPES, run_guarded
 
 #: What families check on every instruction set besides.
 CHECKS = {
     "tests.cvt_kernels.ops.attention.test_infinite_scores": "check_blocks",
+    "tests.cvt_kernels.ops.linear_int8.test_cpu": "check_integers",
     "tests.cvt_kernels.ops.transformer_block.test_cpu": "check_values",
 }
 
@@ -24,12 +25,12 @@ def lines(text):
     return [line.strip() for line in text.strip().splitlines()]
 
 
-def check(operator, backend, words, **settings):
+def check(operator, backend, words, name="usual", run=run_guarded, **settings):
     """Fails unless a call is right, gradients included, and writes all that it should and nothing else."""
     gradient = "all" if has_gradients(operator, backend) else "none"
-    made = example(operator, backend, "usual", **{"gradient": gradient} | worded(words) | settings)
+    made = example(operator, backend, name, **{"gradient": gradient} | worded(words) | settings)
     assert made.why_refused() is None
-    assert_right(made, run_guarded(made))
+    assert_right(made, run(made))
 
 
 CALLS = [
@@ -45,13 +46,19 @@ def test_sizes(operator, backend, words):
     check(operator, backend, words)
 
 
-def check_all() -> None:
-    """Checks every operator on the instruction set of this process."""
-    for operator, known in backends.implementations.items():
-        for words in ["", *lines(IN_EVERY_SET.get(operator, ""))] if "cpu" in known else []:
+def check_all(run=run_guarded, names=("usual",)) -> None:
+    """Checks every operator on the instruction set of this process.
+
+    Args:
+        run: Runs an example.
+        names: The examples, beside the calls of ``IN_EVERY_SET``.
+    """
+    for operator in (each for each, known in backends.implementations.items() if "cpu" in known):
+        of_usual = [("usual", words) for words in lines(IN_EVERY_SET.get(operator, ""))]
+        for name, words in [*((name, "") for name in names if name in EXAMPLES[operator]), *of_usual]:
             for dtype in DTYPES:
-                if example(operator, "cpu", "usual", dtype=dtype).why_refused() is None:
-                    check(operator, "cpu", words, dtype=dtype)
+                if example(operator, "cpu", name, dtype=dtype, **worded(words)).why_refused() is None:
+                    check(operator, "cpu", words, name, run, dtype=dtype)
     for module, name in CHECKS.items():
         getattr(importlib.import_module(module), name)()
 

@@ -1,8 +1,12 @@
-// Prints the instruction set that the loops of a build would be taken for, or the refusal. SETS are those of the build.
+// Prints, for each line of a build's sets and one for CVT_KERNELS_CPU, the set that its loops would be taken for, or the refusal.
 #include <cstdio>
 #include <cstdlib>
+#include <iostream>
+#include <string>
 
-#define CVT_KERNELS_CPU_SETS std::getenv("SETS")
+std::string sets;
+
+#define CVT_KERNELS_CPU_SETS sets.c_str()
 #include "common/cpu.h"
 
 #ifdef __x86_64__
@@ -10,9 +14,12 @@ bool cvt_kernels::tiles_work() { return true; }
 #endif
 
 int main() {
-  try {
-    std::printf("%d", static_cast<int>(cvt_kernels::find_instruction_set()));
-  } catch (const std::exception& refusal) {
-    std::printf("%s", refusal.what());
+  for (std::string requested; std::getline(std::cin, sets) && std::getline(std::cin, requested);) {
+    setenv("CVT_KERNELS_CPU", requested.c_str(), 1);
+    try {
+      std::printf("%d\n", static_cast<int>(cvt_kernels::find_instruction_set()));
+    } catch (const std::exception& refusal) {
+      std::printf("%s\n", refusal.what());
+    }
   }
 }

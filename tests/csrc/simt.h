@@ -178,12 +178,6 @@ void launch(bool backwards, void (*kernel)(Parameters...), int64_t blocks, int t
   }
 }
 
-inline int missing_barrier = 0;  // the line of a barrier that is left out, so that tests see whether this is noticed
-
-inline void barrier(int line) {
-  if (line != missing_barrier) wait(State::at_barrier);
-}
-
 inline float exchange(unsigned mask, float value, unsigned lane, int kind) {
   if (mask != 0xffffffffu) fail("a shuffle of a part of a warp");
   if (lane >= kWarpSize) fail("a shuffle from beyond the warp");
@@ -197,7 +191,7 @@ inline float exchange(unsigned mask, float value, unsigned lane, int kind) {
 
 }  // namespace simt
 
-#define __syncthreads() simt::barrier(__LINE__)
+#define __syncthreads() simt::wait(simt::State::at_barrier)
 
 inline float __shfl_xor_sync(unsigned mask, float value, int step) {
   return simt::exchange(mask, value, threadIdx.x % simt::kWarpSize ^ static_cast<unsigned>(step), step);

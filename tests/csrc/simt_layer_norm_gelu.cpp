@@ -1,16 +1,11 @@
 // Runs the CUDA kernels of csrc/layer_norm_gelu on the host: calls on standard input, results on standard output,
 // both as test_layer_norm_gelu_cuda.py packs them. Every array is a block of memory of its own and of its very size, so
-// that the sanitizers see what is read or written beside it. With EMULATED it is a library, and its launches go to the
-// emulator of what nvcc compiles (tests/emulator/cuda.py).
+// that the sanitizers see what is read or written beside it.
 #include "simt.h"
 
 #include "layer_norm_gelu/cuda_kernels.cuh"
 
 #include <list>
-
-#ifdef EMULATED
-#include "tests/emulator/launched.h"
-#endif
 
 using namespace cvt_kernels;
 using namespace cvt_kernels::layer_norm_gelu;
@@ -19,26 +14,23 @@ namespace {
 
 struct KernelCall {
   int64_t operation, dtype, result, activation, rows, channels, misalignment, multiprocessors, backwards;
-  int64_t has_addend, has_shift, has_weight, has_bias, float_parameters, float_shift, missing_barrier;
+  int64_t has_addend, has_shift, has_weight, has_bias, float_parameters, float_shift;
   double eps;
 };
-
-std::FILE *input_file = stdin, *output_file = stdout;
 
 // Arrays of a call. `misalignment` elements come before the first one.
 struct Memory {
   std::list<std::vector<char>> blocks;
-  std::vector<std::pair<const char*, size_t>> arrays, results;
+  std::vector<std::pair<const char*, size_t>> results;
 
   char* allocate(size_t size, size_t offset) {
     blocks.emplace_back(offset + size, '\xff');
-    arrays.emplace_back(blocks.back().data() + offset, size);
     return blocks.back().data() + offset;
   }
   const void* input(bool present, size_t size, size_t offset) {
     if (!present) return nullptr;
     char* data = allocate(size, offset);
-    if (size > 0 && std::fread(data, 1, size, input_file) != size) simt::fail("the input ends early");
+    if (size > 0 && std::fread(data, 1, size, stdin) != size) simt::fail("the input ends early");
     return data;
   }
   void* output(size_t size, size_t offset) {
@@ -48,7 +40,7 @@ struct Memory {
   }
   void write_results() const {
     for (const auto& [data, size] : results) {
-      if (size > 0) std::fwrite(data, 1, size, output_file);
+      if (size > 0) std::fwrite(data, 1, size, stdout);
     }
   }
 };
@@ -56,14 +48,9 @@ struct Memory {
 template <class T>
 void run(const KernelCall& call) {
   Memory memory;
-  [[maybe_unused]] const bool backwards = call.backwards != 0;
   const bool float_parameters = call.float_parameters != 0;
   const auto launch = [&](auto kernel, int64_t blocks, int threads, const auto&... arguments) {
-#ifdef EMULATED
-    emulated::launch(memory.arrays, kernel, blocks, threads, arguments...);
-#else
-    simt::launch(backwards, kernel, blocks, threads, arguments...);
-#endif
+    simt::launch(call.backwards != 0, kernel, blocks, threads, arguments...);
   };
   const auto dtype = static_cast<DType>(call.dtype), result = static_cast<DType>(call.result);
   const auto activation = static_cast<Activation>(call.activation);
@@ -150,8 +137,7 @@ void run(const KernelCall& call) {
 
 void run_calls() {
   KernelCall call;
-  while (std::fread(&call, sizeof call, 1, input_file) == 1) {
-    simt::missing_barrier = static_cast<int>(call.missing_barrier);
+  while (std::fread(&call, sizeof call, 1, stdin) == 1) {
     switch (static_cast<DType>(call.dtype)) {
       case DType::float32: run<float>(call); break;
       case DType::bfloat16: run<BFloat16>(call); break;
@@ -163,15 +149,4 @@ void run_calls() {
 
 }  // namespace
 
-#ifdef EMULATED
-extern "C" void run_on(char* calls, int64_t size, char* results, int64_t result_size, emulated::Emulate emulate) {
-  emulated::emulate = emulate;
-  input_file = fmemopen(calls, static_cast<size_t>(size), "r");
-  output_file = fmemopen(results, static_cast<size_t>(result_size), "w");
-  run_calls();
-  std::fclose(input_file);
-  std::fclose(output_file);
-}
-#else
 int main() { run_calls(); }
-#endif

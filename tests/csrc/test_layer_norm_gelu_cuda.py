@@ -1,9 +1,7 @@
-"""The CUDA kernels of LayerNorm and GELU: on the host under sanitizers, as PTX, as machine code, on a GPU."""
+"""The CUDA kernels of LayerNorm and GELU: on the host under sanitizers, and as machine code."""
 
-import functools
 import importlib.util
 import io
-import math
 import re
 import struct
 import subprocess
@@ -16,9 +14,7 @@ from torch import Tensor
 
 from cvt_kernels import reference
 from cvt_kernels.machine import load_extension
-from cvt_kernels.machine.toolkit import find_nvcc
 from tests.checks import TRAPS, assert_accurate, compiled, compiler, not_built
-from tests.emulator.cuda import CudaKernels, sources
 
 TESTS = Path(__file__).parent
 CSRC = TESTS.parents[1] / "csrc"
@@ -50,7 +46,6 @@ class KernelCall(NamedTuple):
     eps: float = 1e-5
     result: torch.dtype | None = None  # the dtype of the LayerNorm and its gradient; None for x's
     shift: Tensor | None = None  # of a LayerNorm without an addend and without an activation
-    missing_barrier: int = 0  # the line of a barrier that is left out
 
     def pack(self) -> bytes:
         """Returns the call as the program reads it."""
@@ -69,11 +64,10 @@ class KernelCall(NamedTuple):
             *(t is not None for t in (self.addend, self.shift, self.weight, self.bias)),
             any(t.dtype == torch.float32 for t in parameters),
             self.shift is not None and self.shift.dtype == torch.float32,
-            self.missing_barrier,
         )
         tensors = (self.x, self.addend, self.shift, self.weight, self.bias, *self.more)
         arrays = [t for t in tensors if t is not None]
-        return struct.pack("16qd", *header, self.eps) + b"".join(map(to_bytes, arrays))
+        return struct.pack("15qd", *header, self.eps) + b"".join(map(to_bytes, arrays))
 
     def results(self) -> list[tuple[torch.Size, torch.dtype]]:
         """Returns the shapes and dtypes of the tensors that the program writes."""
@@ -103,10 +97,12 @@ def unpack(calls, output: bytes) -> list[list[Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def run_on_host():
+def run():
     """Returns a function that runs calls on the host and returns the results of each."""
     command = [*compiler(), "-std=c++20", *SANITIZE.split(), "-fno-sanitize-recover=all", "-I", str(CSRC)]
-    program = compiled([*command, str(TESTS / "simt_layer_norm_gelu.cpp")], sources())
+    folders = CSRC / "common", CSRC / "layer_norm_gelu", TESTS
+    sources = [path for folder in folders for path in sorted(folder.glob("*.[ch]*"))]
+    program = compiled([*command, str(TESTS / "simt_layer_norm_gelu.cpp")], sources)
 
     def run(*calls: KernelCall) -> list[list[Tensor]]:
         done = subprocess.run([program], input=b"".join(call.pack() for call in calls), capture_output=True)
@@ -115,33 +111,6 @@ def run_on_host():
         return unpack(calls, done.stdout)
 
     return run
-
-
-@functools.cache
-def emulated(arch: int):
-    """Returns a function that runs calls as nvcc compiles them, in the emulator of PTX."""
-    kernels = CudaKernels(arch)
-
-    def run(*calls: KernelCall) -> list[list[Tensor]]:
-        size = sum(math.prod(shape) * dtype.itemsize for call in calls for shape, dtype in call.results())
-        output, faults = kernels.run(b"".join(call.pack() for call in calls), size)
-        assert not faults, "\n".join(map(str, faults))
-        return unpack(calls, output)
-
-    return run
-
-
-@pytest.fixture(
-    scope="module",
-    params=["host", *(pytest.param(arch, marks=pytest.mark.slow, id=f"sm_{arch}") for arch in (80, 90))],
-)
-def run(request):
-    """Returns a function that runs calls on the host or as compiled for a GPU, and returns their results."""
-    if request.param == "host":
-        return request.getfixturevalue("run_on_host")
-    if find_nvcc() is None:
-        pytest.skip("there is no nvcc")
-    return emulated(request.param)
 
 
 def from_bytes(stream: io.BytesIO, shape: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -315,34 +284,12 @@ def test_numbers_of_rows(run, operation, activation, dtype):
 
 
 @every_operation
-def test_order_of_threads_does_not_matter(run_on_host, operation, activation):
+def test_order_of_threads_does_not_matter(run, operation, activation):
     """A barrier that is missing would show; so would a sum whose order is left to chance."""
     for channels in (40, 200, 1500, 5000):
         call = make(operation, (30, channels), torch.bfloat16, activation)
-        forwards, backwards = run_on_host(call, call._replace(backwards=True))
+        forwards, backwards = run(call, call._replace(backwards=True))
         assert all(torch.equal(a, b) for a, b in zip(forwards, backwards, strict=True))
-
-
-def test_a_missing_barrier_shows(run_on_host):
-    """Every barrier but the first of a row shows when left out.
-
-    Between two calls of that one's function there are others.
-    """
-    code = (CSRC / "layer_norm_gelu" / "cuda_kernels.cuh").read_text().splitlines()
-    lines = [number for number, line in enumerate(code, start=1) if "__syncthreads();" in line]
-    calls = [make(operation, (6, 1500), torch.float32) for operation in PROGRAM[:2]]
-    show = []
-    for line in lines:
-        changed = [call._replace(missing_barrier=line) for call in calls]
-        forwards, backwards = (
-            run_on_host(*(c._replace(backwards=b) for c in changed)) for b in (False, True)
-        )
-        pairs = [
-            pair for results in zip(forwards, backwards, strict=True) for pair in zip(*results, strict=True)
-        ]
-        show.append(not all(torch.equal(a, b) for a, b in pairs))
-    assert len(show) == 6
-    assert [line for line, shows in zip(lines, show, strict=True) if not shows] == lines[:1]
 
 
 def next_number(channels, dtype):
@@ -381,10 +328,10 @@ def test_nan_and_infinities_stay_in_their_rows(run, operation, activation):
         torch.testing.assert_close(got.double(), exact, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
-def test_the_sanitizers_report_a_row_too_many(run_on_host):
+def test_the_sanitizers_report_a_row_too_many(run):
     call = make("layer_norm", (5, 64), torch.float32)
     with pytest.raises(AssertionError, match="heap-buffer-overflow"):
-        run_on_host(call._replace(operation="a_row_too_many"))
+        run(call._replace(operation="a_row_too_many"))
 
 
 # As machine code, in the extension that was built -----------------------------------------------------------

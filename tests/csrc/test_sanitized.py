@@ -1,65 +1,83 @@
-"""The loops of the CPU kernels on small inputs, with AddressSanitizer and UBSan."""
+"""The contract's calls by CPU kernels, in an extension that is built with AddressSanitizer and UBSan."""
 
-import re
-import shlex
-import shutil
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.checks import TRAPS, compiler, needs_avx2
+from tests.checks import BUILD, TRAPS, compiler, needs_avx2, needs_extension
 
-HERE, CSRC = Path(__file__).parent, Path(__file__).parents[2] / "csrc"
-WIDE = "-DKERNELS_VECTOR_BYTES=64"
-TILES = f"{WIDE} -DKERNELS_TILES"
-AVX2 = "-mavx2 -mfma -mf16c"
-#: The compiler's options for a family's loops; without any for those that are not here.
-FLAGS = {
-    # Without any, all but float64 and biases are run as a part of the transformer block.
-    "attention": [pytest.param(f"{AVX2} -DKERNELS_PAIRS", marks=needs_avx2), TILES],
-    "layer_norm_gelu": ["", pytest.param(AVX2, marks=needs_avx2)],
-    "transformer_block": ["", TILES],
-    "depth_head": [WIDE],
-    "conv_embedding": [TILES],
-    "linear": [TILES],
-    "linear_int8": [TILES],
-    "segmentation_head": [TILES],
-    "transformer_block_pyramids": [TILES],
+ROOT = Path(__file__).parents[2]
+#: Instruction sets, and options: vectors of other widths, and products in pairs or tiles, which are emulated.
+BUILDS = {
+    "plain": ("plain", ""),
+    "tiles": ("plain", "-DKERNELS_VECTOR_BYTES=64 -DKERNELS_TILES"),
+    "pairs": ("avx2", "-DKERNELS_PAIRS"),
 }
-SOURCES = {path.stem.removesuffix("_sanitized"): path for path in sorted(HERE.glob("*_sanitized.cpp"))}
+#: Each tensor ends where its memory does, and each call has new memory to work in.
+CODE = """
+import importlib.util, sys
+import torch
+
+spec = importlib.util.spec_from_file_location("cvt_kernels._C", EXTENSION)
+sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+
+import cvt_kernels as ck
+from tests.contract.examples import EXAMPLES, run
+from tests.contract.test_sizes import SIZES, check, check_all, lines
+
+def in_new_memory(made):
+    ck.release_memory()
+    return run(made)
+
+for threads in (1, 3):
+    torch.set_num_threads(threads)
+    check_all(in_new_memory, {name for examples in EXAMPLES.values() for name in examples if name != "empty"})
+    for operator, by_backend in SIZES.items():
+        for words in lines(by_backend.get("cpu", "")):
+            check(operator, "cpu", words, run=in_new_memory)
+print("done")
+"""
 
 
-def loops_of(family: str) -> set[str]:
-    """Returns the loops that a family's program runs: those whose header, a ``cpu_loops.h``, it includes."""
-    text = SOURCES[family].read_text(encoding="utf-8")
-    return set(re.findall(r'^#include "(\w+/\w*cpu_loops).h"$', text, re.MULTILINE))
+def built(name: str, sets: str, flags: str) -> Path:
+    """Returns the extension for some instruction sets, with both sanitizers."""
+    folder = BUILD / f"sanitized_{name}"
+    options = f"-fsanitize=address,undefined -fno-sanitize-recover=all {TRAPS} -g1 {flags}"
+    settings = {
+        "CXX": f"{' '.join(compiler())} {options}",
+        "CVT_KERNELS_CPU_SETS": sets,
+        "CVT_KERNELS_CUDA": "0",
+    }
+    places = ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp")]
+    command = [sys.executable, "setup.py", "-q", "build_ext", *places]
+    subprocess.run(command, cwd=ROOT, env=os.environ | settings, check=True)
+    (extension,) = (folder / "lib").glob("cvt_kernels/_C*.so")
+    return extension
 
 
-def test_all_loops_are_run():
-    found = {str(path.relative_to(CSRC).with_suffix("")) for path in CSRC.glob("*/*cpu_loops.cpp")}
-    assert set().union(*map(loops_of, SOURCES)) == found
-
-
-def run(family: str, program: Path, flags: str) -> subprocess.CompletedProcess[str]:
-    """Compiles a family's program and runs it."""
-    sources = [SOURCES[family], *(CSRC / f"{name}.cpp" for name in sorted(loops_of(family)))]
-    sanitizers = "-fsanitize=address,undefined -fno-sanitize-recover=all"
-    options = shlex.split(f"-std=c++20 -O0 -g1 -Wno-psabi {sanitizers} {flags} -DKERNELS=kernels_plain")
-    files = map(str, ["-I", CSRC, *sources, "-o", program])
-    subprocess.run([*compiler(), *options, *files], check=True)
-    return subprocess.run([str(program)], capture_output=True, text=True)
+def library(name: str) -> str:
+    """Returns the path of a library of the compiler."""
+    command = [*compiler(), f"-print-file-name={name}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @pytest.mark.sanitized
-@pytest.mark.skipif(shutil.which(compiler()[0]) is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize(("family", "flags"), [
-    pytest.param(family, *getattr(flags, "values", [flags]), marks=getattr(flags, "marks", ()))
-    for family in SOURCES for flags in FLAGS.get(family, [""])
-])  # fmt: skip
-def test_loops_are_right_and_stay_within_their_buffers(family, flags, tmp_path):
-    """UBSan ends the program by a signal, which is compiled in two thirds of the time that messages take."""
-    result = run(family, tmp_path / "program", f"{TRAPS} {flags}")
-    if (result.returncode, result.stdout) != (0, "done\n"):
-        told = run(family, tmp_path / "program", flags)  # with messages
-        pytest.fail(f"{result.returncode}: {result.stdout}{result.stderr}{told.stdout}{told.stderr}")
+@needs_extension
+@pytest.mark.parametrize("name", ["plain", "tiles", pytest.param("pairs", marks=needs_avx2)])
+def test_operators_stay_within_their_memory(name):
+    """UBSan ends the process by a signal; compiled without TRAPS, it says where."""
+    code = CODE.replace("EXTENSION", repr(str(built(name, *BUILDS[name]))))
+    settings = {
+        "LD_PRELOAD": f"{library('libasan.so')} {library('libstdc++.so')}",
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONMALLOC": "malloc",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-8000:]

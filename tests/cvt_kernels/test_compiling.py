@@ -1,6 +1,8 @@
 """Triton kernels compiled without a launch, into the cache where launches find them."""
 
-from tests.processes import run_python
+import pytest
+
+from tests.processes import run_pieces, run_python
 
 #: Three small kernels, and a driver with which Triton launches them into its cache without a GPU.
 KERNELS = """
@@ -37,29 +39,15 @@ def launch_all():
 """
 
 
-def run(tmp_path, program):
-    result = run_python(KERNELS + program, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result
-
-
-def test_launches_find_what_was_compiled(tmp_path):
-    run(
-        tmp_path,
-        """
+PIECES = {
+    "launches find what was compiled": """
 for kernel in kernels:
     pickle.loads(pickle.dumps(kernel)).compile()
 before = files()
 launch_all()
 assert files() == before
 """,
-    )
-
-
-def test_a_kernel_that_does_not_compile_raises(tmp_path):
-    run(
-        tmp_path,
-        """
+    "a kernel that does not compile raises": """
 wrong = kernels[0]._replace(signature={}, constants={})
 try:
     wrong.compile()
@@ -68,13 +56,7 @@ except RuntimeError as error:
 else:
     raise AssertionError("it compiled")
 """,
-    )
-
-
-def test_the_process_of_tune_compiles_several_at_once(tmp_path):
-    run(
-        tmp_path,
-        """
+    "the process of tune compiles several at once": """
 from cvt_kernels.launch import launching
 from cvt_kernels.tuning import calls, tuner, worker
 os.sched_getaffinity = lambda process: {0, 1}
@@ -89,7 +71,24 @@ assert len(before) >= len(kernels)
 launch_all()
 assert files() == before
 """,
-    )
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """Returns the exit code and the words of each piece, with a cache of its own."""
+    folder = tmp_path_factory.mktemp("cache")
+    pieces = {
+        name: f"os.environ['TRITON_CACHE_DIR'] = {str(folder / str(i))!r}\n"
+        f"os.mkdir({str(folder / str(i))!r}){code}"
+        for i, (name, code) in enumerate(PIECES.items())
+    }
+    return run_pieces(KERNELS, pieces, TRITON_INTERPRET="0")
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_ahead(told, name):
+    assert told[name] == (0, "")
 
 
 ORDERS = """

@@ -21,12 +21,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
-from cvt_kernels import backends, changes, graphs, models
+from cvt_kernels import backends, graphs, models
 from cvt_kernels.models import served as served_module
 from cvt_kernels.models import stages
 from cvt_kernels.ops import weight_cache
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
-from tests.checks import implementation, needs_extension, precision_of
+from tests.checks import implementation, needs_extension
 from tests.tape import FakeCapture, Tape
 from tests.upstream import KERNELS_FIRST, huggingface, logits, microsoft, ours
 
@@ -87,13 +87,9 @@ def assert_same(model, *args, **kwargs):
 # Replays --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "accelerated"), [(huggingface, False), (huggingface, True), (microsoft, True), (ours, False)]
-)
-def test_models_are_replayed(cuda, make, accelerated):
+@pytest.mark.parametrize("make", [huggingface, ours])
+def test_models_are_replayed(cuda, make):
     model = make().eval()
-    if accelerated:
-        ck.accelerate(model)
     assert ck.graphed(model) is model
     for _ in range(3):
         assert_same(model, torch.randn(2, 3, 32, 48))
@@ -157,14 +153,19 @@ def test_inference_mode_and_no_grad_share_a_graph(cuda):
 
 # Kinds of calls -------------------------------------------------------------------------------------------
 
+
+def under_autocast(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(x, scale=1.0)
+
+
+#: Calls of another kind; every fact of a kind and every setting is in test_keys.
 KINDS = {
     "batch": lambda model, x: model(torch.randn(5, 4)),
-    "strides": lambda model, x: model(torch.randn(4, 2).t()),
     "setting": lambda model, x: model(x, scale=2.0),
-    "type of a setting": lambda model, x: model(x, scale=True),
-    "no keyword": lambda model, x: model(x, 1.0),
     "another tensor": lambda model, x: model(x, extra=torch.ones(3)),
     "form of the outputs": lambda model, x: model(x, as_dict=True),
+    "autocast": under_autocast,
 }
 
 
@@ -180,38 +181,6 @@ def test_a_call_of_another_kind_has_a_graph_of_its_own(cuda, name):
     assert torch.equal(outputs[1], outputs[2])
     model(x, scale=1.0)
     assert captures(cuda) == 2
-
-
-def test_the_sign_of_zero_tells_calls_apart(cuda):
-    model, x = toy(), torch.randn(2, 4)
-    for scale in (0.0, -0.0, float("nan"), float("nan")):
-        got, expected = model(x, scale=scale), plain(model)(x, scale=scale)
-        assert torch.equal(got.signbit(), expected.signbit())
-    assert captures(cuda) == 3
-
-
-def test_settings_around_a_call(cuda):
-    model, x = toy(), torch.randn(2, 4)
-    assert model(x).dtype == torch.float32
-    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
-        with torch.autocast("cpu", dtype):
-            for _ in range(2):
-                assert assert_same(model, x).dtype == dtype
-    assert captures(cuda) == 3
-    with ck.use_backend("sdpa", "reference"):
-        assert_same(model, x)
-    assert captures(cuda) == 4
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert_same(model, x)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert captures(cuda) == 5
-    other = "ieee" if torch.backends.cudnn.conv.fp32_precision == "tf32" else "tf32"
-    for products, precision in ((torch.backends.cuda.matmul, "tf32"), (torch.backends.cudnn.conv, other)):
-        with precision_of(products, precision):
-            assert_same(model, x)
-    assert captures(cuda) == 7
 
 
 def test_replays_wait_for_each_other_on_any_streams(monkeypatch):
@@ -274,9 +243,7 @@ def test_graphs_share_their_memory_while_one_of_them_lives(cuda, monkeypatch):
 
 IN_PLACE = {
     "copy_": lambda model: model.first.weight.copy_(torch.randn(4, 4)),
-    "mul_": lambda model: model.second.bias.mul_(3),
     "buffer": lambda model: model.norm.running_mean.add_(1),
-    "load_state_dict": lambda model: model.load_state_dict(Toy().state_dict()),
     "optimizer": lambda model: step(model),
 }
 
@@ -321,10 +288,7 @@ REPLACED = {
 
 
 @pytest.mark.parametrize("name", REPLACED)
-@pytest.mark.parametrize("look", ["extension", "python"])
-def test_what_is_replaced_is_captured_again(cuda, monkeypatch, name, look):
-    if look == "python":
-        monkeypatch.setattr(changes, "question", lambda: changes.state_in_python)
+def test_what_is_replaced_is_captured_again(cuda, name):
     model, x = toy(), torch.randn(2, 4)
     before = model(x)
     REPLACED[name](model)
@@ -384,16 +348,6 @@ def test_another_thread_moves_the_model_after_a_replay(cuda, monkeypatch):
     assert torch.equal(model(x), before)
     threads[0].join()
     assert assert_same(model, x.double()).dtype == torch.float64
-
-
-@pytest.mark.parametrize("patched", [Toy, nn.BatchNorm1d])
-def test_a_patched_forward_of_a_class_is_captured_again(cuda, monkeypatch, patched):
-    model, x = toy(), torch.randn(2, 4)
-    before, forward = model(x), patched.forward
-    monkeypatch.setattr(patched, "forward", lambda self, x: 2 * forward(self, x))
-    for _ in range(3):
-        assert not torch.equal(assert_same(model, x), before)
-    assert captures(cuda) == 2
 
 
 def test_moved_weights_are_captured_again_at_once(cuda):
@@ -785,9 +739,8 @@ def test_copies_and_pickles_have_graphs_of_their_own(cuda):
     assert_same(model, x)
 
 
-@pytest.mark.parametrize("make", [huggingface, microsoft])
-def test_it_goes_together_with_accelerate(cuda, make):
-    model, x = make().eval(), torch.randn(1, 3, 32, 32)
+def test_it_goes_together_with_accelerate(cuda):
+    model, x = huggingface().eval(), torch.randn(1, 3, 32, 32)
     classes = [type(module) for module in model.modules()]
     ck.graphed(model)
     model(x)
@@ -950,14 +903,6 @@ def test_gpu_replays(on_gpu, make):
     kept = held.clone()
     model(random_images(2))
     assert torch.equal(held, kept)
-
-
-@pytest.mark.gpu
-def test_gpu_auto():
-    model = ck.graphed(ours().cuda().eval())
-    with torch.inference_mode():
-        for _ in range(3):
-            assert_close(model, random_images(2))
 
 
 @pytest.mark.gpu

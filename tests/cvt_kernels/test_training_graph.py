@@ -81,21 +81,10 @@ def test_steps_are_those_without_graphs(cuda, kind):
     assert replays(cuda) == [4, 4]  # the first step is not captured
 
 
-@pytest.mark.parametrize(
-    ("make", "accelerated"), [(huggingface, False), (huggingface, True), (microsoft, True), (ours, False)]
-)
-def test_models_are_trained(cuda, make, accelerated):
-    model = make().train()
-    if accelerated:
-        ck.accelerate(model)
-    Steps(ck.graphed(model), lambda: torch.randn(2, 3, 32, 32), logits).step(times=3)
-    assert replays(cuda) == [2, 2]
-
-
-@pytest.mark.parametrize("make", PYRAMIDS)
-def test_pyramids_are_trained(cuda, make):
-    pixels = 70 if make is pvt else 32
-    model = ck.accelerate(make(drop_path=0.3).train())
+@pytest.mark.parametrize("make", [ours, huggingface, microsoft, *PYRAMIDS])
+def test_models_are_trained(cuda, make):
+    pixels, settings = (70 if make is pvt else 32), {"drop_path": 0.3} if make in PYRAMIDS else {}
+    model = ck.accelerate(make(**settings).train())
     Steps(ck.graphed(model), lambda: torch.randn(2, 3, pixels, pixels), logits).step(times=3)
     assert replays(cuda) == [2, 2]
 

@@ -1,4 +1,4 @@
-"""An emulator of compiled kernels, Triton's and nvcc's.
+"""An emulator of compiled kernels, Triton's.
 
 It runs their PTX on a CPU, compares the results with float64, and checks every access:
 

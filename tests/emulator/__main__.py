@@ -10,8 +10,8 @@ import sys
 
 import torch
 
-from tests.emulator import launches, planted
-from tests.emulator.calls import CALLS, PLANTED, SHIPPED, Call
+from tests.emulator import launches
+from tests.emulator.calls import CALLS, SHIPPED, Call
 from tests.emulator.ptx import UnsupportedError
 
 
@@ -20,17 +20,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="name", help="calls; default: all")
     parser.add_argument("--arch", type=int, help="the GPU, as 86; default: 80, and 89 for float8")
-    parser.add_argument(
-        "--plant", type=int, metavar="MOST", nargs="?", const=1000,
-        help="plant faults, at most MOST of a kind in a kernel; 1 if less than 95 %% are noticed",
-    )  # fmt: skip
     options = parser.parse_args()
     if unknown := set(options.names) - set(CALLS):
         parser.error(f"no such calls: {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # which also fills new tensors with NaN
-    if options.plant:
-        return _plant(options.names or PLANTED, options.arch, options.plant)
     return max([_run(name, _call(name, options.arch)) for name in options.names or CALLS])
 
 
@@ -51,21 +45,6 @@ def _run(name: str, call: Call) -> int:
         for fault in ran.result.faults[:4]:
             print(f"    {ran.kernel}: {fault}")
     return int(not outcome.is_good)
-
-
-def _plant(names: list[str] | tuple[str, ...], arch: int | None, most: int) -> int:
-    entries = []
-    for name in names:
-        found = planted.plant_all(_call(name, arch), most)
-        print(f"{name}: {sum(v.noticed for v in found)} of {len(found)} faults noticed", flush=True)
-        for entry in found:
-            if entry.matters and not entry.noticed:
-                print(f"    missed: line {entry.plant.line}: {entry.plant.text}")
-        entries += found
-    print(planted.table(entries))
-    noticed, mattering = sum(v.noticed for v in entries), sum(v.matters for v in entries)
-    print(f"{noticed} of {mattering} that change anything are noticed, of {len(entries)} planted")
-    return int(noticed < 0.95 * mattering)
 
 
 if __name__ == "__main__":

@@ -320,9 +320,3 @@ SMOKE_90 = (
     "bfloat16: attention", "bfloat16: linear_add", "bfloat16: linear_gelu",
     "tf32: linear_gelu",
 )  # fmt: skip
-
-#: Calls in which faults are planted, of kernels with all that can be left out.
-PLANTED = (
-    "bfloat16: attention, training", "bfloat16: linear_gelu", "bfloat16: linear_add_layer_norm",
-    "bfloat16: conv_linear", "bfloat16: MLP", "sliding at one pixel", "embedding with positions",
-)  # fmt: skip

@@ -26,7 +26,7 @@ from cvt_kernels.tuning import accuracy
 from tests import accesses
 from tests.cvt_kernels.ops import test_accesses
 from tests.emulator import calls
-from tests.emulator.program import LIMIT, Program, Region, Result, tensor_map
+from tests.emulator.program import Program, Region, Result, tensor_map
 from tests.emulator.ptx import UnsupportedError
 
 _FORMATS = {"fp32": "f", "i32": "i", "i64": "q", "u1": "?"}
@@ -60,16 +60,11 @@ class Runner:
 
     Args:
         arch: The GPU that they are compiled for, as 80.
-        programs: Kernels that are decoded already, by PTX; new ones are added.
-        seed, limit: See ``Program.run``.
     """
 
-    def __init__(
-        self, arch: int, programs: dict[str, Program] | None = None, *, seed: int = 0, limit: int = LIMIT
-    ) -> None:
+    def __init__(self, arch: int) -> None:
         self._arch = arch
-        self._programs = {} if programs is None else programs
-        self._order = {"seed": seed, "limit": limit}
+        self._programs: dict[str, Program] = {}
         self.ran: list[Ran] = []
 
     def run(self, launch: launching.Launch) -> None:
@@ -96,9 +91,7 @@ class Runner:
         arguments += [bytes(8)] * scratch
         shared = compiled.metadata.shared
         overlaps = bool(kernel.options.get("launch_pdl"))
-        result = program.run(
-            launch.grid, arguments, _regions(launch), shared, overlaps=overlaps, **self._order
-        )
+        result = program.run(launch.grid, arguments, _regions(launch), shared, overlaps=overlaps)
         name = kernel.name.removeprefix("_").removesuffix("_kernel")
         self.ran.append(Ran(name, program, result))
 
@@ -204,12 +197,10 @@ class Outcome(NamedTuple):
 
     Attributes:
         ran: Its launches.
-        results: What it returned.
         errors: The errors of the results.
     """
 
     ran: list[Ran]
-    results: list[Tensor]
     errors: list[accuracy.Error]
 
     @property
@@ -274,9 +265,9 @@ class Check:
             for flag, precision in zip(flags, before, strict=True):
                 flag.fp32_precision = precision
 
-    def run(self, runner: Runner | None = None) -> Outcome:
+    def run(self) -> Outcome:
         """Runs the call, and compares its results with the reference's."""
-        runner = runner or Runner(self._call.arch)
+        runner = Runner(self._call.arch)
         with (
             self._precision(), _enabled(), ck.use_backend(*self._call.backends),
             launching.intercepted_launches(
@@ -288,4 +279,4 @@ class Check:
         factor = _AS_CUBLAS if self._call.precision == "tf32" else accuracy.GRADIENT_FACTOR
         for ours, pytorchs, oracle in zip(actual, self._same, self._exact, strict=True):
             errors.append(accuracy.compare(ours, pytorchs.to(ours.dtype), oracle.double(), factor=factor))
-        return Outcome(runner.ran, actual, errors)
+        return Outcome(runner.ran, errors)

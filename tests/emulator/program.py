@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -99,7 +98,6 @@ class Result(NamedTuple):
     Attributes:
         faults: What was wrong.
         warp_instructions, thread_instructions: How many were executed.
-        executed: How many times warps executed each instruction.
         traffic: The requests, units and least of each instruction, as rows; see ``Traffic``. Bulk copies and
             the operands of wgmma are not counted.
     """
@@ -107,7 +105,6 @@ class Result(NamedTuple):
     faults: list[Fault]
     warp_instructions: int
     thread_instructions: int
-    executed: np.ndarray
     traffic: np.ndarray
 
 
@@ -154,12 +151,12 @@ def _number(name: str) -> int | None:
 class Program(Kernel):
     """A kernel that can run."""
 
-    def __init__(self, ptx: str, threads: int | None = None) -> None:
-        super().__init__(ptx, _number, threads)
+    def __init__(self, ptx: str) -> None:
+        super().__init__(ptx, _number)
 
     def run(
         self, grid: Sequence[int], arguments: Sequence[bytes], regions: Sequence[Region], shared: int = 0,
-        seed: int = 0, limit: int = LIMIT, overlaps: bool = False,
+        seed: int = 0, overlaps: bool = False,
     ) -> Result:  # fmt: skip
         """Runs all programs of a grid.
 
@@ -169,7 +166,6 @@ class Program(Kernel):
             regions: The memory that the kernel may touch; they do not overlap.
             shared: Bytes of shared memory that the launch asks for.
             seed: Of the order in which warps run; 0 for one after the other, from barrier to barrier.
-            limit: Instructions of all warps after which the kernel counts as endless.
             overlaps: Whether the kernel before on the stream may still run, until griddepcontrol.wait.
         """
         memory = bytearray(self.parameter_bytes + 8)
@@ -182,15 +178,15 @@ class Program(Kernel):
             [(r.address, r.address + r.allowed.size, r.allowed.ctypes.data) for r in ordered], _REGION
         )
         found, totals = np.zeros(1000, _FAULT), np.zeros(2, np.uint64)
-        counts, traffic = np.zeros(len(self.code), np.uint64), np.zeros((len(self.code), 3), np.uint64)
+        traffic = np.zeros((len(self.code), 3), np.uint64)
         sizes = np.array([*grid, 1, 1][:3], np.uint32)
         count = library().run(
-            _pointer(self.code), _pointer(self.pool), _pointer(counts), self.register_bytes,
+            _pointer(self.code), _pointer(self.pool), self.register_bytes,
             _pointer(self.constants), len(self.constants),
             (ctypes.c_char * len(memory)).from_buffer(memory), _pointer(sizes), self.threads,
             shared + self.shared_bytes,
             _pointer(table), len(table), _pointer(found), len(found),
-            ctypes.c_uint64(limit), _pointer(totals), _pointer(traffic), seed, overlaps,
+            ctypes.c_uint64(LIMIT), _pointer(totals), _pointer(traffic), seed, overlaps,
         )  # fmt: skip
         faults = [
             Fault(FAULTS[f["kind"]], *self.lines[min(f["pc"], len(self.lines) - 1)],
@@ -198,17 +194,7 @@ class Program(Kernel):
             for f in found[: min(count, len(found))]
         ]  # fmt: skip
         faults.sort(key=lambda fault: (fault.kind, fault.line))
-        return Result(faults, int(totals[0]), int(totals[1]), counts, traffic)
-
-    def changed(self, index: int, op: str | None = None, **fields: Any) -> Program:
-        """Returns the kernel with an instruction changed: see ``ptx.INSTRUCTION``; `op` is a name."""
-        program = copy.copy(self)
-        program.code = self.code.copy()
-        if op is not None:
-            fields["op"] = library().operation(op.encode())
-        for name, value in fields.items():
-            program.code[index][name] = value
-        return program
+        return Result(faults, int(totals[0]), int(totals[1]), traffic)
 
     def traffic_of(self, result: Result, space: str) -> Traffic:
         """Returns the accesses of a run to ``global`` or ``shared`` memory."""

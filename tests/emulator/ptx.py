@@ -40,19 +40,12 @@ _FLOAT = (
 _COMPARISON = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 
-def kernels_of(ptx: str) -> dict[str, str]:
-    """Returns the kernels of a module by name, each with the arrays that the module declares for all."""
-    head, *kernels = re.split(r"(?=^\.visible\s+\.entry)", ptx, flags=re.MULTILINE)
-    return {re.search(r"\.entry\s+([\w$]+)", kernel)[1]: f"{head}{kernel}" for kernel in kernels}
-
-
 class Kernel:
     """A kernel, decoded.
 
     Args:
-        ptx: The text that ``triton.compile`` or nvcc made, of one kernel.
+        ptx: The text that ``triton.compile`` made.
         number: Returns the number of an instruction that the machine knows by this name, or None.
-        threads: Threads of a program, where the text leaves them to the launch.
 
     Attributes:
         name: Its name.
@@ -67,16 +60,16 @@ class Kernel:
         UnsupportedError: The PTX has something that the emulator does not know.
     """
 
-    def __init__(self, ptx: str, number: Callable[[str], int | None], threads: int | None = None) -> None:
+    def __init__(self, ptx: str, number: Callable[[str], int | None]) -> None:
         self._number = number
         header = re.search(r"\.entry\s+([\w$]+)\s*\((.*?)\)(.*?)\{", ptx, re.DOTALL)
         if header is None:
             raise UnsupportedError("there is no kernel")
         self.name = header[1]
         found = re.search(r"\.reqntid\s+(\d+)", header[3])
-        if threads is None and found is None:
+        if found is None:
             raise UnsupportedError("the number of threads is not known")
-        self.threads = threads or int(found[1])
+        self.threads = int(found[1])
         self.parameters: dict[str, tuple[int, int]] = {}
         self.parameter_bytes = 0
         text = re.sub(r"//.*", "", header[2])

@@ -14,7 +14,7 @@ void regroup(Warp& w) {
     }
 }
 
-void run_warp(Warp& w, u64* counts, u64 limit, u64 turn) {  // to a barrier, an mbarrier that is not complete or the end
+void run_warp(Warp& w, u64 limit, u64 turn) {  // to a barrier, an mbarrier that is not complete or the end
     const Instruction* code = w.cta->launch->code;
     Launch& launch = *w.cta->launch;
     w.state = READY;
@@ -23,7 +23,7 @@ void run_warp(Warp& w, u64* counts, u64 limit, u64 turn) {  // to a barrier, an 
         const Instruction& i = code[w.pc];
         u32 mask = w.mask;
         if (i.guard >= 0) mask &= i.guard_not ? ~predicate(w, i.guard) : predicate(w, i.guard);
-        ++launch.warp_instructions, launch.thread_instructions += std::popcount(mask), counts[w.pc] += mask != 0;
+        ++launch.warp_instructions, launch.thread_instructions += std::popcount(mask);
         if (launch.warp_instructions > limit) {
             fault(w, ENDLESS, 0), w.alive = 0;
             return;
@@ -96,7 +96,7 @@ bool meet_where_complete(Cta& cta) {
 }
 // Runs the warps of a program in turn until all have ended; a warp that waits for an mbarrier or at a barrier goes on when
 // others have made it complete.
-void run_program(Cta& cta, u64* counts, u64 limit, std::minstd_rand* random) {
+void run_program(Cta& cta, u64 limit, std::minstd_rand* random) {
     for (bool moved = true; moved;) {
         moved = false;
         if (random) std::shuffle(cta.order.begin(), cta.order.end(), *random);
@@ -104,7 +104,7 @@ void run_program(Cta& cta, u64* counts, u64 limit, std::minstd_rand* random) {
             Warp& w = cta.warps[index];
             if (!w.alive || w.state == ARRIVED) continue;
             const int pc = w.state == BLOCKED ? w.pc : -1;
-            run_warp(w, counts, limit, random ? 1 + (*random)() % 99 : ~u64(0));
+            run_warp(w, limit, random ? 1 + (*random)() % 99 : ~u64(0));
             moved |= w.state != BLOCKED || w.pc != pc;
         }
         moved |= meet_where_complete(cta);
@@ -126,7 +126,7 @@ int operation(const char* name) {
 }
 
 // Runs a grid; returns the number of faults, of which at most `most` are written. A seed other than 0 is one of an order.
-int run(const Instruction* code, const s32* pool, u64* counts, int register_bytes, const Constant* constants, int constant_count,
+int run(const Instruction* code, const s32* pool, int register_bytes, const Constant* constants, int constant_count,
         const char* parameters, const u32* grid, u32 threads, u32 shared_bytes, const Region* regions, int region_count,
         FaultRecord* faults, int most, u64 limit, u64* totals, Traffic* traffic, u32 seed, bool overlaps) {
     std::minstd_rand random(seed);
@@ -154,7 +154,7 @@ int run(const Instruction* code, const s32* pool, u64* counts, int register_byte
                     if (constants[c].wide) put<u64>(w.r + constants[c].offset, l, constants[c].value);
                     else put<u32>(w.r + constants[c].offset, l, u32(constants[c].value));
         }
-        run_program(cta, counts, limit, seed ? &random : nullptr);
+        run_program(cta, limit, seed ? &random : nullptr);
         const bool has_waited = std::any_of(cta.waits.begin(), cta.waits.end(), [](u32 time) { return time; });
         if (overlaps && !has_waited) fault(cta.warps[0], UNORDERED, 0);  // it may end before the kernel before
         for (auto& [address, m] : cta.mbarriers)

@@ -1,10 +1,4 @@
-"""Tests of what the interpreter takes and Triton's compiler does not, in the sources of every kernel.
-
-Triton 3.6, the version of torch 2.11, takes an attribute of a constexpr as an argument of a jit function only
-if it is a number, a bool or a dtype, and no tuple as a default. Every version makes an integer argument of 1
-a constant, which has no methods. Triton 3.9 makes a tuple of a record within a record, which has its fields
-but not its properties. And code after a return is compiled even where a static condition rules it out.
-"""
+"""Every kernel compiles with the oldest and the newest Triton, and waits for the kernel before it."""
 
 import ast
 import json
@@ -20,47 +14,12 @@ import cvt_kernels
 from tests.processes import run_python
 
 ROOT = Path(__file__).parents[3]
-OPERATORS = Path(cvt_kernels.__file__).parent / "ops"
-SOURCES = [
-    path
-    for path in sorted(OPERATORS.rglob("*.py"))
-    if "triton" in str(path.relative_to(OPERATORS)) or "@triton.jit" in path.read_text()
-]
-
-
-def _classes_of(path):
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
-
-
-def _functions_of(path):
-    """Yields the jit functions of a file, each with the names of its arguments that are no constants."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef) and "triton.jit" in map(_called, node.decorator_list):
-            plain = {a.arg for a in node.args.args if a.annotation is None}
-            yield node, {name for name in plain if not name.endswith("_ptr")}
 
 
 def _called(node):
     return ast.unparse(node.func if isinstance(node, ast.Call) else node)
 
 
-#: The fields of the records that kernels get as constants, but for numbers, bools and dtypes.
-FIELDS = {
-    field.target.id
-    for path in SOURCES
-    for record in _classes_of(path)
-    for field in record.body
-    if isinstance(field, ast.AnnAssign)
-    and not {"int", "bool", "float", "Any"} & {ast.unparse(field.annotation)}
-}
-#: The properties of the records that kernels get.
-PROPERTIES = {
-    method.name
-    for path in SOURCES
-    for record in _classes_of(path)
-    for method in record.body
-    if isinstance(method, ast.FunctionDef) and "property" in map(ast.unparse, method.decorator_list)
-}
 KERNELS = [
     node
     for path in sorted(Path(cvt_kernels.__file__).parent.glob("ops/**/*.py"))
@@ -69,13 +28,6 @@ KERNELS = [
     and node.name.endswith("_kernel")
     and {"triton.jit", "gluon.jit"} & set(map(_called, node.decorator_list))
 ]
-JIT = {node.name for path in SOURCES for node, _ in _functions_of(path)}
-
-
-def test_the_sources_are_found():
-    assert {"approximate", "parts"} <= FIELDS
-    assert {"activate", "load_vector"} <= JIT
-    assert {"chunks"} <= PROPERTIES
 
 
 def printed_by(program):
@@ -119,45 +71,6 @@ for kernel in kernels.values():
 @pytest.mark.slow
 def test_kernels_compile_where_integers_are_1():
     assert len(set(printed_by(ONES))) > 20
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: "/".join(path.parts[-3:]))
-def test_sources(path):
-    found = []
-    for function, plain in _functions_of(path):
-        for node in ast.walk(function):
-            where = f"{path.name}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.Call) and _called(node) in JIT:
-                found += [
-                    f"{where}: {ast.unparse(each)} is given to a jit function"
-                    for each in node.args
-                    if isinstance(each, ast.Attribute) and each.attr in FIELDS
-                    if ast.unparse(each.value).isupper()  # a constant
-                ]
-            is_nested = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute)
-            if is_nested and node.attr in PROPERTIES:
-                found.append(f"{where}: {ast.unparse(node)} is a property of a record within a record")
-            is_method = isinstance(node, ast.Attribute) and node.attr == "to"
-            if is_method and ast.unparse(node.value) in plain and function.name.endswith("_kernel"):
-                found.append(f"{where}: {ast.unparse(node)} of an argument that may be a constant")
-        found += [
-            f"{path.name}:{each.lineno}: a tuple by default, which Triton 3.6 does not compile"
-            for each in function.args.defaults
-            if isinstance(each, ast.Tuple)
-        ]
-        returns = [each for each in ast.walk(function) if isinstance(each, ast.Return)]
-        early = [each for each in function.body if isinstance(each, ast.If) and _returns(each)]
-        if early and len(returns) > 1 and _asks_for_none(early[0]):
-            found.append(f"{path.name}:{early[0].lineno}: an early return, behind which code is compiled")
-    assert not found, "\n".join(found)
-
-
-def _returns(statement):
-    return any(isinstance(each, ast.Return) for each in ast.walk(statement))
-
-
-def _asks_for_none(statement):
-    return "None" in ast.unparse(statement.test) and not statement.orelse
 
 
 #: The oldest Triton that is supported, which torch 2.11 brings along, and the newest, of torch 2.15.

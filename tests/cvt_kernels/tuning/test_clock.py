@@ -218,8 +218,3 @@ def test_rates_by_a_clock_that_stands(monkeypatch):
 
 
 # Who measures ---------------------------------------------------------------------------------------------
-
-
-def test_nothing_is_measured_at_import():
-    code = "import sys, cvt_kernels; sys.exit('cvt_kernels.tuning.clock' in sys.modules)"
-    assert run_python(code).returncode == 0

@@ -124,14 +124,6 @@ def test_programs_share_an_image(chip, monkeypatch):
     assert_agrees("conv_embedding", "triton", **FIRST | sizes(64, 40), batch=3)
 
 
-@pytest.mark.parametrize(
-    ("batch", "tiles", "programs", "splits"),
-    [(1, 49, 528, 49), (256, 49, 528, 2), (528, 49, 528, 1), (600, 49, 528, 7), (1, 1, 528, 1)],
-)
-def test_division_of_images(batch, tiles, programs, splits):
-    assert embed._splits(batch, tiles, programs) == splits
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("settings", WINDOWS, ids=str)
 @with_positions

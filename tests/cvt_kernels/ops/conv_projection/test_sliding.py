@@ -71,12 +71,6 @@ def test_convolutions_of_sliding_kernels(strides, changed, served):
     assert (sliding.why_not_sliding((*convs, last._replace(**changed))) is None) is served
 
 
-@pytest.mark.parametrize(("needed", "pairs"), [(1, 1), (7, 1), (14, 2), (28, 4), (48, 4), (3, 1)])
-def test_pairs_of_columns_of_a_program(needed, pairs):
-    """Returns as many as leave the fewest warps without columns."""
-    assert sliding._pairs(needed, 4) == pairs
-
-
 def plan_of(grid, channels, batch, class_tokens=0):
     x = torch.empty(batch, grid[0] * grid[1] + class_tokens, channels, device="meta", dtype=torch.bfloat16)
     with launching.recorded_launches(launching.Chip(90, 132)):

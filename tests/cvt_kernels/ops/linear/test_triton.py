@@ -10,7 +10,7 @@ import cvt_kernels as ck
 from cvt_kernels import backends, launch
 from cvt_kernels.launch import launching
 from cvt_kernels.launch.records import Product
-from cvt_kernels.ops.linear.triton import autograd, common, forward
+from cvt_kernels.ops.linear.triton import autograd, forward
 from tests.checks import assert_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,21 +146,6 @@ def test_other_configurations():
     assert specs[0] != specs[1]
     with launch.overridden("linear_gelu", dataclasses.replace(config, parts=1, programs=3)):
         assert_agree(ck.linear_gelu, [x, weight, bias])
-
-
-@pytest.mark.parametrize(
-    ("outputs", "widest", "parts", "expected"),
-    [
-        (64, 64, 3, 64),
-        (192, 64, 3, 64),
-        (384, 128, 3, 128),
-        (5, 64, 3, 16),
-        (100, 256, 1, 128),
-        (600, 128, 3, 128),
-    ],
-)
-def test_widths_of_parts(outputs, widest, parts, expected):
-    assert common.part_width(outputs, widest, parts) == expected
 
 
 @pytest.mark.parametrize("operator", [ck.linear_add, ck.linear_add_layer_norm])

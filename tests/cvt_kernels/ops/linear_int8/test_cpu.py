@@ -1,5 +1,7 @@
 """The CPU kernels of 8-bit linear layers: exact products, rounding as by the reference, what follows."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,12 +10,7 @@ from hypothesis import strategies as st
 import cvt_kernels as ck
 from cvt_kernels import machine, reference
 from cvt_kernels.ops import weight_cache
-from tests.checks import (
-    every_instruction_set,
-    needs_extension,
-    recorded_operators,
-    run_on_instruction_set,
-)
+from tests.checks import needs_extension, recorded_operators
 
 pytestmark = needs_extension
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,56 +39,39 @@ def assert_same_rows(got, expected):
 
 # Every instruction set ------------------------------------------------------------------------------------
 
-INSTRUCTION_SETS = """
-import torch, cvt_kernels as ck
-from cvt_kernels import reference
-torch.manual_seed(0)
 
 def check_products(rows, weight):
     exact = (rows.long() @ weight.long().t()).float()  # rounded once
     quantized = ck.QuantizedRows(rows, torch.ones(rows.shape[0], 1))
     assert torch.equal(ck.linear_int8(quantized, weight, torch.ones(weight.shape[0])), exact)
 
-def check_rows(x):
-    got, expected = ck.quantize_rows(x), reference.quantize_rows(x)
-    assert torch.equal(got.values, expected.values)
-    assert torch.equal(got.scales.nan_to_num(-1), expected.scales.nan_to_num(-1))
 
-with ck.use_backend("cpu"), torch.no_grad():
-    for rows, outputs, inputs in (
-        (1, 1, 1), (3, 33, 2), (5, 31, 63), (12, 64, 64), (13, 65, 65), (33, 32, 130), (40, 97, 384)
-    ):
-        draw = lambda *shape: torch.randint(-127, 128, shape, dtype=torch.int8)
-        check_products(draw(rows, inputs), draw(outputs, inputs))
-    for inputs in (64, 129, 65536):
-        extremes = torch.tensor([127, -127, 0], dtype=torch.int8)[:, None].expand(3, inputs)
-        check_products(extremes.contiguous(), extremes.repeat(12, 1))
-
-    special = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, 1e-38, 1e-45, 2.0**-117, 0.0])
-    for inputs in (1, 7, 16, 33, 64, 97, 384):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            x = torch.randn(8, inputs).to(dtype)
-            x[:, 0] = special.to(dtype)
-            x[4:, 1:] *= 2.0**-125
-            check_rows(x)
-            check_rows(x.roll(1, 1))
-    ties = torch.arange(-127, 127).add(0.5)
-    check_rows(torch.cat([ties, torch.tensor([127.0])])[None])
-
-    weight, scales = reference.quantize_rows(torch.randn(70, 100))
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
-        for approximate in (None, "none", "tanh", "quick"):
-            x, bias, residual = (torch.randn(*shape).to(dtype) for shape in ((40, 100), (70,), (40, 70)))
-            others = {"approximate": approximate, "residual": residual}
-            got = ck.linear_int8(x, weight, scales.flatten(), bias, **others)
-            expected = reference.linear_int8(x, weight, scales.flatten(), bias, **others)
-            torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=tolerance)
-"""
+@torch.no_grad()
+def check_integers():
+    """Checks exact products and rounding, for ``tests/contract/test_sizes.py`` on every instruction set."""
+    torch.manual_seed(0)
+    special = torch.tensor([math.nan, math.inf, -math.inf, 3e38, 1e-38, 1e-45, 2.0**-117, 0.0])
+    with ck.use_backend("cpu"):
+        for rows, outputs, inputs in (
+            (1, 1, 1), (3, 33, 2), (5, 31, 63), (12, 64, 64), (13, 65, 65), (33, 32, 130), (40, 97, 384)
+        ):  # fmt: skip
+            check_products(numbers(rows, inputs), numbers(outputs, inputs))
+        for inputs in (64, 129, 65536):
+            extremes = torch.tensor([127, -127, 0], dtype=torch.int8)[:, None].expand(3, inputs)
+            check_products(extremes.contiguous(), extremes.repeat(12, 1))
+        for inputs in (1, 7, 16, 33, 64, 97, 384):
+            for dtype in DTYPES:
+                x = torch.randn(8, inputs).to(dtype)
+                x[:, 0] = special.to(dtype)
+                x[4:, 1:] *= 2.0**-125
+                for each in (x, x.roll(1, 1)):
+                    assert_same_rows(ck.quantize_rows(each), reference.quantize_rows(each))
+        ties = torch.cat([torch.arange(-127, 127).add(0.5), torch.tensor([127.0])])[None]
+        assert_same_rows(ck.quantize_rows(ties), reference.quantize_rows(ties))
 
 
-@every_instruction_set
-def test_products_are_exact_and_rows_rounded_as_by_the_reference(name):
-    run_on_instruction_set(name, INSTRUCTION_SETS)
+def test_products_are_exact_and_rows_rounded_as_by_the_reference():
+    check_integers()
 
 
 # Rows -----------------------------------------------------------------------------------------------------

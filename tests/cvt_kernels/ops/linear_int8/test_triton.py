@@ -162,20 +162,6 @@ def test_float8_needs_a_chip_that_has_it():
 
 
 @pytest.mark.gpu
-@every_number
-@every_dtype
-def test_cvts_shapes_on_a_gpu(dtype, number):
-    if number == torch.float8_e4m3fn and launching.chip(torch.device("cuda", 0)).capability < 89:
-        pytest.skip("needs compute capability 8.9")
-    for channels in (64, 192, 384, 256, 768, 1536):
-        x = randn(4, 197, channels, dtype=dtype)
-        assert_same_rows(*both(ck.quantize_rows, x, dtype=number))
-        assert_near_rows(*both(ck.layer_norm_quantize, x, shift=x[0, 0], dtype=number))
-        for approximate in ("none", "tanh", "quick"):
-            assert_near_rows(*both(ck.gelu_quantize, x, approximate=approximate, dtype=number))
-
-
-@pytest.mark.gpu
 def test_captured_in_a_graph():
     x = randn(2, 50, 64)
 

@@ -8,7 +8,6 @@ import cvt_kernels as ck
 from cvt_kernels import backends, machine
 from cvt_kernels.launch import launching
 from cvt_kernels.ops import reduction_linear
-from cvt_kernels.ops.reduction_linear import triton
 from tests.checks import recorded_operators
 from tests.cvt_kernels.ops.agreement import made_of
 
@@ -41,22 +40,6 @@ def test_one_launch_reads_parameters_in_place(channels_last):
     layers = launched.arguments["linear_ptrs"]
     assert all(given is weight for given, (weight, _) in zip(layers, call.linears, strict=True))
     assert not [each for each in operators if "copy" in each or "clone" in each]
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({}, None),
-        ({"dtype": "float32"}, "float32 would need more registers than there are"),
-        ({"channels": 513, "kernel": 1}, "tokens have 513 channels, more than 512"),
-        ({"gradient": "all"}, "gradients are not computed"),
-    ],
-    ids=str,
-)
-def test_what_is_refused(settings, reason):
-    settings = {"gradient": "none", "dtype": "float16"} | settings
-    call = made_of("reduction_linear", "reference", **settings).call.record
-    assert triton.why_unsupported(call) == reason
 
 
 def test_layers_of_several_widths():

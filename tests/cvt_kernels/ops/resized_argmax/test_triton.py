@@ -51,8 +51,6 @@ def test_what_is_refused():
     why = backends.implementations["resized_argmax"]["triton"].load().why_unsupported
     logits = torch.randn(2, 3, 4, 5)
     assert why(bind(logits, (8, 9))) is None
-    assert why(bind(logits[:0], (8, 9))) == "the batch is empty"
-    assert why(bind(logits.double(), (8, 9))) == "serves float32, bfloat16 and float16"
     assert "2³¹" in why(bind(logits, (2**16, 2**15)))
     assert "2³¹" in why(bind(torch.empty(1, 2**15, 2**8, 2**8, device="meta"), (8, 9)))
     assert "images" in why(bind(torch.empty(2**16, 2, 3, 3, device="meta"), (8, 9)))

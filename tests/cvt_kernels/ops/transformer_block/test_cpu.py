@@ -20,8 +20,6 @@ from tests.cvt_kernels.ops.transformer_block.calls import (
 
 def check_values():
     """Checks all kinds of blocks, for ``tests/contract/test_sizes.py`` on every instruction set."""
-    from tests.cvt_kernels.ops.transformer_block import test_rows
-
     torch.manual_seed(0)
     for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16, 2e-2)):
         check_images_apart(
@@ -30,9 +28,6 @@ def check_values():
         for convolves in (True, False):
             settings = {"heads": 5, "hidden": 600, "convolves": convolves, "dtype": dtype}
             check_images_apart(pyramid(3, (11, 9), 40, **settings), atol)
-        arguments = make(grid=(5, 8), channels=40, heads=2, width=72, class_tokens=1, dtype=dtype)
-        for scores in ("cls", "avg"):
-            test_rows.check("cpu", arguments, some_rows(*arguments[:2], 23), scores)
     for which in (range(6), (0, 3, 5), (1, 4)):
         arguments = make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1)
         x, *_ = arguments = with_quantized(arguments, which)
@@ -118,10 +113,5 @@ def test_what_it_refuses(made):
     with torch.no_grad(), ck.use_backend("cpu"):
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(ck.BackendUnavailable, match="autocast"):
             transformer_block(x, grid, block)
-        for arguments, reason in (
-            ((x.as_subclass(Subclass), grid, block), "packs plain tensors only"),
-            (made(dtype=torch.float64), "serves float32, bfloat16 and float16"),
-            (made(channels=260, heads=1), "heads have 260 channels, more than 256"),
-        ):
-            with pytest.raises(ck.BackendUnavailable, match=reason):
-                transformer_block(*arguments)
+        with pytest.raises(ck.BackendUnavailable, match="packs plain tensors only"):
+            transformer_block(x.as_subclass(Subclass), grid, block)
