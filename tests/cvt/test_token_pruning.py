@@ -1,6 +1,5 @@
 """Token pruning in the model: which tokens stay, what they cost, gradients, and ways to run such a model."""
 
-import copy
 import dataclasses
 import functools
 import json
@@ -9,7 +8,6 @@ import re
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import cvt_kernels as ck
 from cvt import create_model
@@ -18,13 +16,11 @@ from cvt.factory import randomize
 from cvt.images import sample_photos
 from cvt.model import tokens_to_map
 from cvt.tools.commands import main
-from cvt.tools.commands.export import export
 from cvt.tools.evaluation import cost
 from cvt.tools.explanation import explain, photograph, pictures
 from cvt.tools.training.recipe import MODELS
-from cvt_kernels.ops.token_selection import select_tokens, spread_keys
+from cvt_kernels.ops.token_selection import spread_keys
 from tests.checks import bad, python_blocks, run_blocks, section_of
-from tests.processes import run_python
 
 DEEP = dataclasses.replace(
     MODELS["cvt_nano"], embed_dims=(8, 16), depths=(1, 4), num_classes=5, stride_kv=2,
@@ -128,20 +124,6 @@ def test_all_tokens_kept_are_the_model_as_it_is():
     assert list(plain.state_dict()) == list(deep(token_keep=0.5).state_dict())
 
 
-def test_selection():
-    scores = torch.tensor([[0.1, 0.4, 0.0, 0.5], [0.25, 0.25, 0.25, 0.25]])
-    rows = select_tokens(scores, None, 0.5, (0.5, 0.9), class_token=True)
-    assert rows.tolist() == [[0, 2, 4], [0, 1, 2]]
-    assert select_tokens(scores, rows, 0.5, (0.5, 0.9), class_token=True).tolist() == [[0, 4], [0, 1]]
-    # exp(entropy) is 2.57 and 4.
-    rows = select_tokens(scores, None, "entropy", (0.25, 1.0), class_token=False)
-    assert rows.tolist() == [[0, 1, 3, -1], [0, 1, 2, 3]]
-    assert select_tokens(scores, rows, "entropy", (0.1, 0.5), class_token=False).tolist() == [[1, 3], [0, 1]]
-    assert select_tokens(scores[:1], None, "entropy", (0.25, 0.5), class_token=False).tolist() == [[1, 3]]
-    many = torch.rand(1, 100)
-    assert select_tokens(many, None, 0.55, (0.5, 0.9), class_token=False).shape == (1, 55)
-
-
 def test_features_hooks_and_other_pools():
     with torch.no_grad():
         plain, pruned = deep(), deep(token_keep=0.5)
@@ -242,26 +224,6 @@ def test_gradients_are_those_of_the_model_in_which_only_kept_tokens_change():
     )
 
 
-def test_activation_checkpointing_gives_the_same_gradients():
-    model = deep(token_keep=0.6).train()
-    expected = gradients(copy.deepcopy(model), lambda m: m(X))
-    for block in model.stage1.blocks:
-        forward = block.forward
-        block.forward = lambda *args, _forward=forward, **kw: checkpoint(
-            _forward, *args, use_reentrant=False, **kw
-        )
-    torch.testing.assert_close(gradients(model, lambda m: m(X)), expected)
-
-
-@pytest.mark.slow
-def test_compiled_without_a_break():
-    x = X[:2, :, :32, :32]
-    model = deep(depths=(1, 2), token_keep=("entropy", 1.0)).train()
-    expected = gradients(copy.deepcopy(model), lambda m: m(x))
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(gradients(compiled, lambda m: m(x)), expected, rtol=1e-3, atol=1e-4)
-
-
 # Explanation ----------------------------------------------------------------------------------------------
 
 
@@ -317,21 +279,6 @@ def test_train_remembers_what_stays_and_explain_draws_it(capsys, tmp_path):
     explain_whole = ["explain", photo, "--checkpoint", output, "--output", str(whole), "--token-keep", "1"]
     assert main(explain_whole) == 0
     assert not list(whole.glob("*.tokens.png"))
-
-
-@pytest.mark.slow
-def test_exported(tmp_path):
-    model = deep(depths=(1, 3), token_keep=("entropy", 0.6, 1.0))
-    with ck.use_backend("auto"):
-        assert export(model, tmp_path / "model", "onnx", image_size=32).difference < 1e-4
-    # In a process of its own, since onnxruntime ends it by a signal where it cannot sort nothing.
-    code = f"""
-import numpy, onnxruntime
-session = onnxruntime.InferenceSession({str(tmp_path / "model")!r}, providers=["CPUExecutionProvider"])
-print(session.run(None, {{"images": numpy.zeros((0, 3, 32, 32), numpy.float32)}})[0].shape)
-"""
-    result = run_python(code)
-    assert (result.stdout, result.returncode) == ("(0, 5)\n", 0), result.stderr
 
 
 @pytest.mark.parametrize("keep", ["entropy", 0.6, 1e-9])

@@ -144,15 +144,6 @@ def test_accelerated_in_inference_mode(make):
 # torch.compile, export, ONNX -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("make", "mode"), list(zip(UPSTREAMS, ["train", "eval"], strict=True)))
-def test_compiles_without_graph_breaks(make, mode):
-    own = getattr(one_stage(make), mode)()
-    called = record_calls("attention")
-    compiled = torch.compile(ck.accelerate(copy.deepcopy(own)), fullgraph=True, backend="aot_eager")
-    assert_same_step(own, compiled, images(), 2e-5)
-    assert len(called) == 1
-
-
 def few_blocks(make, drop_path):
     """Returns a model in training mode, and how many blocks it has and how many of these drop branches."""
     if make is huggingface:
@@ -169,9 +160,9 @@ def few_blocks(make, drop_path):
 @pytest.mark.parametrize(
     ("make", "drop_path"),
     [
-        *((huggingface, rate) for rate in (0.0, 0.5)),
-        *((segformer, 0.5), (pvt_v2, 0.0)),
-        *(pytest.param(make, 0.5, marks=pytest.mark.rest) for make in (pvt, pvt_v2_linear, glpn)),
+        *((huggingface, 0.5), (pvt_v2, 0.0)),
+        pytest.param(huggingface, 0.0, marks=pytest.mark.rest),
+        *(pytest.param(make, 0.5, marks=pytest.mark.rest) for make in (segformer, pvt, pvt_v2_linear, glpn)),
     ],
 )
 def test_a_compiled_training_step_has_few_passes(make, drop_path, monkeypatch):
