@@ -104,7 +104,8 @@ class BlockParts(NamedTuple):
 
     Attributes:
         norm1, norm2: The LayerNorms before attention and before the MLP.
-        linears: The linear layers of Q, of K and of V.
+        linears: The linear layers of Q, of K and of V. The last of fewer than three makes several of them, one
+            below another.
         num_heads, scale: Heads of attention, and the factor on the scores.
         proj: The linear layer after attention.
         fc1, fc2: The linear layers of the MLP.
@@ -159,11 +160,11 @@ class BlockParts(NamedTuple):
 
         Linear layers that nobody watches are :class:`~cvt_kernels.records.Linear`, identities None.
         """
-        q, k, v, proj, fc1, fc2 = map(_prepared_linear, self.layers())
+        *linears, proj, fc1, fc2 = map(_prepared_linear, self.layers())
         pairs = self.pairs()
         shadowed = any(is_shadowed(module) for pair in pairs for module in pair)
         return self._replace(
-            linears=(q, k, v),
+            linears=linears,
             proj=proj,
             fc1=fc1,
             fc2=fc2,
@@ -250,7 +251,8 @@ class BlockParts(NamedTuple):
     def as_operator(self) -> TransformerBlock:
         """Returns the arguments of ``transformer_block``: live tensors, but layers with a scale folded in."""
         of_proj, of_fc2 = self.factors()
-        q, k, v = map(_linear_of, self.linears)
+        *first, last = map(_linear_of, self.linears)
+        q, k, v = *first, *_divided(last, 3 - len(first))
         return TransformerBlock(
             norm1=norm_of(self.norm1),
             reduce=self._reduce(),
@@ -334,6 +336,15 @@ def _linear_of(linear: nn.Linear | LinearInt8) -> AnyLinear:
     if isinstance(linear, LinearInt8):
         return linear.parameters_of_operator()
     return Linear(linear.weight, linear.bias)
+
+
+def _divided(layer: AnyLinear, count: int) -> list[AnyLinear]:
+    """Returns layers that each make an equal part of a layer's outputs, on views of its tensors."""
+    if count == 1:
+        return [layer]
+    # Of .data: swap_tensors refuses a tensor that has a view.
+    parts = ([None] * count if each is None else each.data.chunk(count) for each in layer)
+    return [type(layer)(*tensors) for tensors in zip(*parts, strict=True)]
 
 
 def _scaled(linear: nn.Linear | LinearInt8, factors: Tensor | None) -> AnyLinear:
@@ -462,8 +473,10 @@ class BlockEntry(NamedTuple):
         variant: Name of a submodule that distinguishes the class from another one of the same name.
         is_layer: True if a block is served as one operator. (Those of a CvT are, within their stage.)
         may_take: Names of arguments that ``forward`` has in some versions only.
-        is_only_served: True if a block, whose forward takes no grid, runs as one operator on a CPU, and
-            elsewhere by its own forward.
+        is_only_served: True if a block runs as one operator on a CPU, and elsewhere by its own forward.
+        grid_arguments: In how many arguments after the tokens ``forward`` takes their grid: 2, in 1 as a pair,
+            or in none.
+        why_unserved: Why no operator computes blocks of the class; empty if some does.
     """
 
     upstream: str
@@ -478,6 +491,8 @@ class BlockEntry(NamedTuple):
     is_layer: bool = False
     may_take: tuple[str, ...] = ()
     is_only_served: bool = False
+    grid_arguments: int = 2
+    why_unserved: str = ""
 
     @property
     def key(self) -> str:
@@ -506,21 +521,14 @@ class BlockEntry(NamedTuple):
 
         Where the forward takes no grid, the tokens are a column.
         """
-        if self.is_only_served:
-            given = self.first_of(1, args, kwargs)
-            if given is None or not isinstance(given[0], Tensor) or given[0].ndim != 3:
-                return None
-            return given[0], (given[0].shape[1], 1)
-        if len(args) == 3 and not kwargs:
-            x, height, width = args
-        else:
-            given = self.first_of(3, args, kwargs)
-            if given is None:
-                return None
-            x, height, width = given
-        if not isinstance(x, Tensor) or height is None or width is None:
+        count = 1 + self.grid_arguments
+        given = args if len(args) == count and not kwargs else self.first_of(count, args, kwargs)
+        if given is None or not isinstance(x := given[0], Tensor):
             return None
-        return x, (height, width)
+        grid = given[1] if count == 2 else (x.shape[1], 1) if count == 1 and x.ndim == 3 else given[1:]
+        if grid is None or len(grid) != 2 or grid[0] is None or grid[1] is None:
+            return None
+        return x, (grid[0], grid[1])
 
     def first_of(self, count: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Returns the first arguments of a call; None if others say more than to leave something out."""
@@ -535,7 +543,8 @@ class BlockEntry(NamedTuple):
 
     def others(self, grid: tuple[int, int]) -> tuple[Any, ...]:
         """Returns what the block's forward takes after the tokens in a call that is served."""
-        return (None,) * (len(self.arguments) - 2) if self.is_only_served else grid
+        forms = (None,) * (len(self.arguments) - 2), (grid,), grid
+        return forms[self.grid_arguments]
 
     def result(self, block: nn.Module, tokens: Tensor, grid: tuple[int, int]) -> Any:
         """Returns the result of a block's forward for its tokens (B, T, C)."""
@@ -630,6 +639,12 @@ def tokens_of_map(result: tuple[Tensor, Tensor | None]) -> Tensor:
     spatial, class_token = result
     tokens = spatial.flatten(2).transpose(1, 2)
     return tokens if class_token is None else torch.cat((class_token, tokens), dim=1)
+
+
+def unserved_entry(upstream: str, name: str, reason: str) -> BlockEntry:
+    """Returns the entry of a class of blocks that no operator computes, with the reason."""
+    parts = BypassedParts([], reason)
+    return BlockEntry(upstream, name, lambda self: parts, is_only_served=True, why_unserved=reason)
 
 
 def named(*entries: BlockEntry) -> dict[str, tuple[BlockEntry, ...]]:

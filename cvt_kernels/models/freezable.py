@@ -76,7 +76,7 @@ def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
 def _why_elsewhere(block: nn.Module) -> str | None:
     if all(parameter.device.type in ("cpu", "meta") for parameter in block.parameters()):
         return None
-    return "is not served on a GPU, where PyTorch's products are most of it"
+    return "is served on a CPU only, not on a GPU"
 
 
 def _why_other_modules(stage: nn.Module, entry: ServedEntry) -> str | None:
@@ -137,12 +137,13 @@ def _is_plain_layer(layer: Any) -> bool:
     return type(layer) in (nn.Linear, LinearInt8) and not is_watched(layer)
 
 
-#: Names for the linear layers.
-_LINEARS = ("Q", "K", "V", "the projection", "the first layer of the MLP", "the second layer of the MLP")
+#: Names for the linear layers: those of heads by their number, and the others.
+_HEADS = {1: ("Q, K and V",), 2: ("Q", "K and V"), 3: ("Q", "K", "V")}
+_LINEARS = ("the projection", "the first layer of the MLP", "the second layer of the MLP")
 
 
 def _why_layer_unsupported(parts: BlockParts) -> str | None:
-    for name, layer in zip(_LINEARS, parts.layers(), strict=True):
+    for name, layer in zip((*_HEADS[len(parts.linears)], *_LINEARS), parts.layers(), strict=True):
         if not _is_plain_layer(layer):
             return f"the linear layer of {name} {why_another_class(layer, 'a plain nn.Linear or LinearInt8')}"
     return None

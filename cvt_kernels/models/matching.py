@@ -102,7 +102,9 @@ def why_mismatched(block: nn.Module, entry: BlockEntry) -> str | None:
 
 
 def why_another_forward(block: nn.Module, entry: BlockEntry) -> str | None:
-    """Returns why the forward and the members of a block are not upstream's, or None."""
+    """Returns why the forward and the members of a block are not upstream's, or are unserved, or None."""
+    if entry.why_unserved:
+        return entry.why_unserved
     owner = _owner_of_forward(block)
     if owner.__name__ != entry.name:
         return f"{owner.__qualname__} has a forward of its own, not that of {entry.upstream}'s {entry.name}"
