@@ -104,8 +104,8 @@ class BlockParts(NamedTuple):
 
     Attributes:
         norm1, norm2: The LayerNorms before attention and before the MLP.
-        linears: The linear layers of Q, of K and of V. The last of fewer than three makes several of them, one
-            below another.
+        linears: The linear layers of Q, of K and of V. The last of fewer than three makes several, one below
+            another.
         num_heads, scale: Heads of attention, and the factor on the scores.
         proj: The linear layer after attention.
         fc1, fc2: The linear layers of the MLP.
@@ -342,8 +342,7 @@ def _divided(layer: AnyLinear, count: int) -> list[AnyLinear]:
     """Returns layers that each make an equal part of a layer's outputs, on views of its tensors."""
     if count == 1:
         return [layer]
-    # Of .data: swap_tensors refuses a tensor that has a view.
-    parts = ([None] * count if each is None else each.data.chunk(count) for each in layer)
+    parts = ([None] * count if each is None else each.detach().chunk(count) for each in layer)
     return [type(layer)(*tensors) for tensors in zip(*parts, strict=True)]
 
 
@@ -474,8 +473,7 @@ class BlockEntry(NamedTuple):
         is_layer: True if a block is served as one operator. (Those of a CvT are, within their stage.)
         may_take: Names of arguments that ``forward`` has in some versions only.
         is_only_served: True if a block runs as one operator on a CPU, and elsewhere by its own forward.
-        grid_arguments: In how many arguments after the tokens ``forward`` takes their grid: 2, in 1 as a pair,
-            or in none.
+        grid_arguments: How many arguments after the tokens are their grid: 2, 1 that is a pair, or none.
         why_unserved: Why no operator computes blocks of the class; empty if some does.
     """
 

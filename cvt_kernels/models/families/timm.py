@@ -1,14 +1,15 @@
-"""ViT (DeiT and DINOv2 too) and PVT v2 of timm 1, whose blocks and stages are served on a CPU.
+"""ViT (DeiT and DINOv2 too) and PVT v2 of timm 1: served in evaluation on a CPU, and elsewhere timm's own.
 
-Many projects have a ``Block`` of an ``Attention`` and an ``Mlp`` with arithmetic of its own, so timm's are
-recognized by their modules too. Elsewhere than in evaluation on a CPU they are timm's own.
+Many projects have a ``Block`` of an ``Attention`` and an ``Mlp``, with arithmetic of its own. So timm's are
+recognized by the modules that define them, too.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...classes import original_class
 from ..blocks import (
@@ -26,19 +27,20 @@ from ..blocks import (
 )
 from ..forward import as_map, tokens_of
 
+_Entry = TypeVar("_Entry")
 _VIT, _PVT_V2 = "timm.models.vision_transformer", "timm.models.pvt_v2"
-#: The classes within blocks. Some have moved in the course of timm 1.
+#: The classes within blocks; some have moved since timm 1.0.
 _CLASSES = frozenset(
     (
-        *("timm.layers.attention.Attention", f"{_VIT}.Attention", "timm.layers.mlp.Mlp"),
+        *("timm.layers.attention.Attention", f"{_VIT}.Attention", f"{_PVT_V2}.Attention"),
+        *("timm.layers.mlp.Mlp", f"{_PVT_V2}.MlpWithDepthwiseConv", *GELU_VARIANTS),
         *("timm.layers.layer_scale.LayerScale", f"{_VIT}.LayerScale"),
-        *("timm.layers.drop.DropPath", "timm.layers.norm.LayerNorm", *GELU_VARIANTS),
-        *(f"{_PVT_V2}.{name}" for name in ("Attention", "MlpWithDepthwiseConv")),
+        *("timm.layers.drop.DropPath", "timm.layers.norm.LayerNorm"),
     )
 )
 
 
-def _block(self: Any, linears: tuple[Any, ...], drops: tuple[Any, Any, Any], **others: Any) -> BlockParts:
+def _parts(self: Any, linears: tuple[Any, ...], drops: tuple[Any, Any, Any], **others: Any) -> BlockParts:
     attn, mlp = self.attn, self.mlp
     return BlockParts(
         norm1=self.norm1,
@@ -58,26 +60,18 @@ def _block(self: Any, linears: tuple[Any, ...], drops: tuple[Any, Any, Any], **o
     )
 
 
-#: What some blocks have besides, in others an identity, or none in older versions.
-_BESIDES = {
-    "attn.q_norm": "its queries are normalized",
-    "attn.k_norm": "its keys are normalized",
-    "attn.norm": "its heads are normalized",
-    "attn.gate": "its attention is gated",
-    "mlp.norm": "the hidden channels of its MLP are normalized",
-}
-
-
 def _vit_block(self: Any) -> BlockParts:
-    for name in ("attn", "mlp"):
-        if not is_named(original_class(type(module := self._modules[name])), _CLASSES):
-            raise Unsupported(f"{name} {why_another_class(module, name.capitalize())}")
-    for path, reason in _BESIDES.items():
+    attn, mlp = self.attn, self.mlp
+    for name, module, expected in (("attn", attn, "Attention"), ("mlp", mlp, "Mlp")):
+        if not is_named(original_class(type(module)), _CLASSES):
+            raise Unsupported(f"{name} {why_another_class(module, expected)}")
+    for path in ("attn.q_norm", "attn.k_norm", "attn.norm", "attn.gate", "mlp.norm"):
         holder, name = path.split(".")
-        if type(self._modules[holder]._modules.get(name)) not in (type(None), nn.Identity):
-            raise Unsupported(reason)
-    drops = self.attn.proj_drop, self.mlp.drop1, self.mlp.drop2
-    return _block(self, (self.attn.qkv,), drops, layer_scales=(self.ls1, self.ls2))
+        module = getattr(getattr(self, holder), name, None)  # older versions have fewer
+        if module is not None and type(module) is not nn.Identity:
+            raise Unsupported(f"{path} {why_another_class(module, 'Identity')}")
+    drops = attn.proj_drop, mlp.drop1, mlp.drop2
+    return _parts(self, (attn.qkv,), drops, layer_scales=(self.ls1, self.ls2))
 
 
 def _pvt_v2_block(self: Any) -> BlockParts:
@@ -86,53 +80,44 @@ def _pvt_v2_block(self: Any) -> BlockParts:
         raise Unsupported("its attention is linear")
     reduction = None if attn.sr is None else (attn.sr, attn.norm)
     drops = attn.proj_drop, mlp.drop, mlp.drop
-    return _block(self, (attn.q, attn.kv), drops, reduction=reduction, relu=mlp.relu, mix=mlp.dwconv)
+    return _parts(self, (attn.q, attn.kv), drops, reduction=reduction, relu=mlp.relu, mix=mlp.dwconv)
 
 
 def _pvt_v2_stage(self: Any) -> StageParts:
-    conv, _ = _pvt_v2_stem(self)
-    return StageParts(
-        conv, None, self.downsample.norm, None, [_pvt_v2_block(each) for each in self.blocks], self.norm
+    conv, norm = self.downsample.proj, self.downsample.norm
+    return StageParts(conv, None, norm, None, [_pvt_v2_block(each) for each in self.blocks], self.norm)
+
+
+def _block(parts: Any, linears: tuple[str, ...], members: tuple[str, ...] = (), **others: Any) -> BlockEntry:
+    """Returns the entry of a class of blocks, by its parts and what not both have in common."""
+    return BlockEntry(
+        upstream="timm",
+        name="Block",
+        parts=parts,
+        children=frozenset(("norm1", "attn", "drop_path1", "norm2", "mlp", "drop_path2", *members)),
+        classes=_CLASSES,
+        layers=(*(f"attn.{name}" for name in (*linears, "proj")), "mlp.fc1", "mlp.fc2"),
+        variant=next(iter(members), ""),
+        is_layer=True,
+        is_only_served=True,
+        **others,
     )
 
 
-def _pvt_v2_stem(self: Any) -> tuple[nn.Conv2d, None]:
-    return self.downsample.proj, None
-
-
-_CHILDREN = frozenset(("norm1", "attn", "drop_path1", "norm2", "mlp", "drop_path2"))
-_COMMON: dict[str, Any] = {"classes": _CLASSES, "is_layer": True, "is_only_served": True}
-_ENTRIES = {
-    f"{_VIT}.Block": BlockEntry(
-        upstream="timm",
-        name="Block",
-        parts=_vit_block,
-        arguments=("x",),
-        children=_CHILDREN | {"ls1", "ls2"},
-        layers=("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"),
-        variant="ls1",
-        may_take=("attn_mask", "is_causal"),
-        grid_arguments=0,
-        **_COMMON,
+_OPTIONAL = "attn_mask", "is_causal"
+_BLOCKS = {
+    f"{_VIT}.Block": _block(
+        _vit_block, ("qkv",), ("ls1", "ls2"), arguments=("x",), may_take=_OPTIONAL, grid_arguments=0
     ),
-    f"{_PVT_V2}.Block": BlockEntry(
-        upstream="timm",
-        name="Block",
-        parts=_pvt_v2_block,
-        arguments=("x", "feat_size"),
-        children=_CHILDREN,
-        layers=("attn.q", "attn.kv", "attn.proj", "mlp.fc1", "mlp.fc2"),
-        grid_arguments=1,
-        **_COMMON,
-    ),
+    f"{_PVT_V2}.Block": _block(_pvt_v2_block, ("q", "kv"), arguments=("x", "feat_size"), grid_arguments=1),
     **{
-        f"{module}.{name}": unserved_entry("timm", name, reason)
+        f"timm.models.{module}.{name}": unserved_entry("timm", name, reason)
         for module, name, reason in (
-            (_VIT, "ResPostBlock", "its LayerNorms come after attention and the MLP"),
-            (_VIT, "ParallelScalingBlock", "its attention and its MLP read the same tokens"),
-            (_VIT, "DiffParallelScalingBlock", "its attention is a difference of two"),
-            (_VIT, "ParallelThingsBlock", "it has several attentions and MLPs side by side"),
-            ("timm.models.eva", "EvaBlock", "its queries and keys may be rotated by their places (RoPE)"),
+            ("vision_transformer", "ResPostBlock", "its LayerNorms come after attention and the MLP"),
+            ("vision_transformer", "ParallelScalingBlock", "its attention and its MLP read the same tokens"),
+            ("vision_transformer", "DiffParallelScalingBlock", "its attention is a difference of two"),
+            ("vision_transformer", "ParallelThingsBlock", "it has several attentions and MLPs side by side"),
+            ("eva", "EvaBlock", "its queries and keys may be rotated by their places (RoPE)"),
         )
     },
 }
@@ -147,26 +132,23 @@ _STAGE = StageEntry(
     ),
     classes=_CLASSES | {f"{_PVT_V2}.Block", f"{_PVT_V2}.OverlapPatchEmbed"},
     parts=_pvt_v2_stage,
-    embedding=_pvt_v2_stem,
+    embedding=lambda stage: (stage.downsample.proj, None),
     result=lambda stage, tokens, grid: as_map(tokens, grid).contiguous(),
     tokens=tokens_of,
 )
+_STAGES = {f"{_PVT_V2}.{_STAGE.block.name}": _STAGE}
 
 
-def _names(module: nn.Module) -> list[str]:
-    return [f"{cls.__module__}.{cls.__name__}" for cls in type(module).__mro__]
-
-
-def _recognize_stage(module: nn.Module) -> StageEntry | None:
-    """Returns the entry of a stage with an embedding, which the first one lacks."""
-    is_stage = f"{_PVT_V2}.{_STAGE.block.name}" in _names(module)
-    return _STAGE if is_stage and module._modules.get("downsample") is not None else None
+def _entry_of(module: nn.Module, entries: Mapping[str, _Entry]) -> _Entry | None:
+    names = (f"{cls.__module__}.{cls.__name__}" for cls in type(module).__mro__)
+    return next((entries[name] for name in names if name in entries), None)
 
 
 FAMILY = Family(
     models=("ViT, DeiT and DINOv2 (of timm)", "PVT v2 (of timm)"),
-    entries=tuple(_ENTRIES.values()),
+    entries=tuple(_BLOCKS.values()),
     stages=(_STAGE,),
-    recognize=lambda module, parent: next(filter(None, map(_ENTRIES.get, _names(module))), None),
-    recognize_stage=_recognize_stage,
+    recognize=lambda module, parent: _entry_of(module, _BLOCKS),
+    # The first stage has no embedding, and its blocks are served one by one.
+    recognize_stage=lambda module: _entry_of(module, _STAGES) if module._modules.get("downsample") else None,
 )

@@ -28,9 +28,11 @@ from tests.upstream import (
     pvt,
     pvt_v2,
     segformer,
+    timm_pvt_v2,
+    timm_vit,
 )
 
-MAKERS = [huggingface, microsoft_plain, ours, segformer, pvt, pvt_v2, glpn]
+MAKERS = [huggingface, microsoft_plain, ours, segformer, pvt, pvt_v2, glpn, timm_vit, timm_pvt_v2]
 every_model = pytest.mark.parametrize("make", MAKERS)
 every_way = pytest.mark.parametrize("freeze", [None, True, False], ids=["live", "frozen", "by-block"])
 
@@ -41,7 +43,8 @@ def encoder_of(model):
 
 
 def images_for(make):
-    return upstream.images(height=70, width=70) if make is pvt else upstream.images()
+    size = {pvt: 70, timm_vit: 32}.get(make, 64)
+    return upstream.images(height=size, width=size)
 
 
 # Mixed dtypes -----------------------------------------------------------------------------------------------
@@ -72,10 +75,10 @@ def test_norms_in_float32(make, freeze, kind):
 # First calls ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [huggingface, segformer, pvt, pvt_v2, glpn])
+@pytest.mark.parametrize("make", [huggingface, segformer, pvt, pvt_v2, glpn, timm_vit, timm_pvt_v2])
 @pytest.mark.parametrize("mode", ["inference_mode", "no_grad"])
 def test_the_first_call_of_a_frozen_model_may_be_compiled(make, mode):
-    size = 70 if make is pvt else 64
+    size = images_for(make).shape[2]
     code = f"""
 import torch
 import cvt_kernels as ck
