@@ -138,7 +138,7 @@ def _no_trace() -> Iterator[None]:
 #: The settings that the results of a block depend on; for convolutions see below.
 _SETTINGS = (
     *("eps", "num_heads", "num_attention_heads", "attention_head_size", "head_dim", "scale", "scaling"),
-    *("is_causal",),
+    *("is_causal", "fused_attn"),
     *("approximate", "act", "momentum", "process_group", "track_running_stats"),
     *("token_keep", "token_keep_bounds", "pool", "stride_kv", "linear_attention"),
     *("reshape", "image_size", "num_channels", "scale_factor", "mode", "align_corners"),

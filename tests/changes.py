@@ -105,10 +105,12 @@ def steps(name: str, model: nn.Module, source: Source) -> Iterator[nn.Module]:
 _CVT = ("huggingface", "microsoft", "ours")
 _LAYERED = ("segformer", "pvt", "pvt_v2", "glpn")
 _ENCODERS = ("vit", "dinov2", "clip")
+_TIMMS = ("timm_vit", "timm_pvt_v2")
 
 _BLOCKS = {"CvtLayer", "Block", "SegformerLayer", "PvtLayer", "PvtV2BlockLayer", "GLPNLayer"}
 _BLOCKS |= {"ViTLayer", "Dinov2Layer", "CLIPEncoderLayer"}
 _STAGES = {"CvtStage", "VisionTransformer", "Stage", "SegformerStage", "PvtV2EncoderLayer"}
+_STAGES |= {"PyramidVisionTransformerStage"}
 _STAGES |= {"PvtEncoder", "GLPNEncoder", "ViTModel", "Dinov2Encoder", "CLIPEncoder"}  # have no stages
 _LINEAR = (nn.Linear, LinearInt8)
 _CALLED = (*_LINEAR, nn.LayerNorm, nn.Conv2d, nn.BatchNorm2d)
@@ -720,7 +722,7 @@ def one_more_block(model: nn.Module, source: Source) -> None:
     row.append(copy.deepcopy(row[0]))
 
 
-@change("members", only=(*_CVT, "segformer", "pvt", "pvt_v2", *_ENCODERS))
+@change("members", only=(*_CVT, "segformer", "pvt", "pvt_v2", *_ENCODERS, *_TIMMS))
 def one_block_less(model: nn.Module, source: Source) -> None:
     row = source.choice([row for row in _rows_of_blocks(model) if len(row) > 1])
     del row[-1]
@@ -1077,16 +1079,16 @@ setting("eps", nn.BatchNorm2d, place=outer, only=("segformer",), not_in=("graphe
 setting("num_heads", only=_CVT)
 setting("scale", only=(*_CVT, "clip"))
 setting("scaling", only=("segformer", "vit", "dinov2"))
-setting("padding", nn.Conv2d, place=_reducing, only=(*_CVT, *_LAYERED))
-setting("padding_mode", nn.Conv2d, place=_padded, only=(*_CVT, "segformer", "pvt_v2", "glpn"))
-setting("dilation", nn.Conv2d, place=_reducing, only=(*_CVT, *_LAYERED))
-setting("stride", nn.Conv2d, place=_reducing, only=(*_CVT, *_LAYERED))
-setting("approximate", nn.GELU, place=_all, only=("huggingface", "microsoft"), tolerance=1e-5)
+setting("padding", nn.Conv2d, place=_reducing, only=(*_CVT, *_LAYERED, "timm_pvt_v2"))
+setting("padding_mode", nn.Conv2d, place=_padded, only=(*_CVT, "segformer", "pvt_v2", "glpn", "timm_pvt_v2"))
+setting("dilation", nn.Conv2d, place=_reducing, only=(*_CVT, *_LAYERED, "timm_pvt_v2"))
+setting("stride", nn.Conv2d, place=_reducing, only=(*_CVT, *_LAYERED, "timm_pvt_v2"))
+setting("approximate", nn.GELU, place=_all, only=("huggingface", "microsoft", *_TIMMS), tolerance=1e-5)
 setting("approximate", place=_all, only=("ours",), tolerance=1e-5)
 setting("act", only=(*_LAYERED, "vit", "dinov2"))
 setting("momentum", nn.BatchNorm2d, only=_CVT, shows="training")
 setting("track_running_stats", nn.BatchNorm2d, only=_CVT, shows="training")
-setting("p", nn.Dropout, only=(*_CVT, *_LAYERED, "vit"), shows="training")
+setting("p", nn.Dropout, only=(*_CVT, *_LAYERED, "vit", *_TIMMS), shows="training")
 setting("sequence_reduction_ratio", place=_all, values=[1], only=("segformer",))
 setting("sr_ratio", place=_all, values=[1], only=("glpn",))
 setting("sequences_reduction_ratio", place=_all, values=[1], only=("pvt",))
@@ -1174,7 +1176,7 @@ for _name, _register in (_HOOKS | _BACKWARD_HOOKS).items():
                 _shows = "never"  # of a model whose result is no tensor
             # CLIP passes tokens by name, of which such hooks get no gradient.
             _by_name = _name in _BACKWARD_HOOKS and _level in ("a holder", "a stage")
-            _only = (*_CVT, *_LAYERED, "vit", "dinov2") if _by_name else None
+            _only = (*_CVT, *_LAYERED, "vit", "dinov2", *_TIMMS) if _by_name else None
             change("hooks", f"a {_name} on {_level}", shows=_shows, only=_only)(_hooked(_register, _level))
 
 
@@ -1267,7 +1269,7 @@ def the_batch_norm_of_the_head_in_training(model: nn.Module, source: Source) -> 
     yield
 
 
-@change("modes", not_in=("training",), only=(*_CVT, *_LAYERED, "vit"))
+@change("modes", not_in=("training",), only=(*_CVT, *_LAYERED, "vit", *_TIMMS))
 def one_dropout_in_training(model: nn.Module, source: Source) -> Iterator[None]:
     dropout = source.choice(telling(model, nn.Dropout))
     dropout.p = 0.5
@@ -1404,7 +1406,11 @@ def _backend(model: nn.Module, source: Source) -> None:
         model(source.images)
 
 
-@deed("another call, of another size", not_in=("training",), only=(*_CVT, "segformer", "pvt_v2", "glpn"))
+@deed(
+    "another call, of another size",
+    not_in=("training",),
+    only=(*_CVT, "segformer", "pvt_v2", "glpn", "timm_pvt_v2"),
+)
 def _size(model: nn.Module, source: Source) -> None:
     with torch.no_grad():
         model(torch.cat([source.images, source.images], 2)[:1])

@@ -11,6 +11,7 @@ from cvt import CvTConfig, create_model
 from cvt.factory import randomize
 from tests import microsoft_cvt
 from tests.conftest import DATA
+from tests.timm_models import timm_models
 
 RANDOM = {"drop": 0.2, "drop_path": 0.4}
 
@@ -172,6 +173,28 @@ def clip(*, attention_drop=0.0, **config):
     )
 
 
+def timm_vit(*, drop=0.0, drop_path=0.0, attention_drop=0.0, **config):
+    """Returns a ViT of timm's with layer scales and registers, which computes images of one size only."""
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2}
+    drops = {"proj_drop_rate": drop, "drop_path_rate": drop_path, "attn_drop_rate": attention_drop}
+    others = {"init_values": 0.1, "reg_tokens": 2, "num_classes": 5}
+    model = timm_models("vision_transformer").VisionTransformer(**sizes | drops | others | config)
+    randomize(model)
+    return model.eval()
+
+
+def timm_pvt_v2(*, drop=0.0, drop_path=0.0, attention_drop=0.0, **config):
+    """Returns a PVT v2 of timm's, whose first stage has no embedding."""
+    sizes = {"depths": (1, 2), "embed_dims": (16, 32), "num_heads": (1, 2), "sr_ratios": (2, 1)}
+    drops = {"proj_drop_rate": drop, "drop_path_rate": drop_path, "attn_drop_rate": attention_drop}
+    others = {"mlp_ratios": (2, 2), "num_classes": 5}
+    model = timm_models("pvt_v2").PyramidVisionTransformerV2(**sizes | drops | others | config)
+    randomize(model)
+    return model.eval()
+
+
+#: The makers of models of timm, which are served, and not fused otherwise.
+TIMMS = [timm_vit, timm_pvt_v2]
 #: The makers of image encoders whose blocks are served, and not fused otherwise.
 ENCODERS = [vit, dinov2, clip]
 #: The makers of models with a pyramid of tokens: few keys for many queries.

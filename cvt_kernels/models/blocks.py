@@ -104,7 +104,8 @@ class BlockParts(NamedTuple):
 
     Attributes:
         norm1, norm2: The LayerNorms before attention and before the MLP.
-        linears: The linear layers of Q, of K and of V.
+        linears: The linear layers of Q, of K and of V. The last of fewer than three makes several, one below
+            another.
         num_heads, scale: Heads of attention, and the factor on the scores.
         proj: The linear layer after attention.
         fc1, fc2: The linear layers of the MLP.
@@ -159,11 +160,11 @@ class BlockParts(NamedTuple):
 
         Linear layers that nobody watches are :class:`~cvt_kernels.records.Linear`, identities None.
         """
-        q, k, v, proj, fc1, fc2 = map(_prepared_linear, self.layers())
+        *linears, proj, fc1, fc2 = map(_prepared_linear, self.layers())
         pairs = self.pairs()
         shadowed = any(is_shadowed(module) for pair in pairs for module in pair)
         return self._replace(
-            linears=(q, k, v),
+            linears=linears,
             proj=proj,
             fc1=fc1,
             fc2=fc2,
@@ -264,7 +265,8 @@ class BlockParts(NamedTuple):
     def as_operator(self) -> TransformerBlock:
         """Returns the arguments of ``transformer_block``: live tensors, but layers with a scale folded in."""
         of_proj, of_fc2 = self.factors()
-        q, k, v = map(_linear_of, self.linears)
+        *first, last = map(_linear_of, self.linears)
+        q, k, v = *first, *_divided(last, 3 - len(first))
         return TransformerBlock(
             norm1=norm_of(self.norm1),
             reduce=self._reduce(),
@@ -348,6 +350,14 @@ def _linear_of(linear: nn.Linear | LinearInt8) -> AnyLinear:
     if isinstance(linear, LinearInt8):
         return linear.parameters_of_operator()
     return Linear(linear.weight, linear.bias)
+
+
+def _divided(layer: AnyLinear, count: int) -> list[AnyLinear]:
+    """Returns layers that each make an equal part of a layer's outputs, on views of its tensors."""
+    if count == 1:
+        return [layer]
+    parts = ([None] * count if each is None else each.detach().chunk(count) for each in layer)
+    return [type(layer)(*tensors) for tensors in zip(*parts, strict=True)]
 
 
 def _scaled(linear: nn.Linear | LinearInt8, factors: Tensor | None) -> AnyLinear:
@@ -461,8 +471,9 @@ class BlockEntry(NamedTuple):
         variant: Name of a submodule that distinguishes the class from another one of the same name.
         is_layer: True if a block is served as one operator. (Those of a CvT are, within their stage.)
         may_take: Names of arguments that ``forward`` has in some versions only.
-        is_only_served: True if a block, whose forward takes no grid, runs as one operator on a CPU, and
-            elsewhere by its own forward.
+        is_only_served: True if a block runs as one operator on a CPU, and elsewhere by its own forward.
+        grid_arguments: How many arguments after the tokens are their grid: 2, 1 that is a pair, or none.
+        why_unserved: Why no operator computes blocks of the class; empty if some does.
     """
 
     upstream: str
@@ -477,6 +488,8 @@ class BlockEntry(NamedTuple):
     is_layer: bool = False
     may_take: tuple[str, ...] = ()
     is_only_served: bool = False
+    grid_arguments: int = 2
+    why_unserved: str = ""
 
     @property
     def key(self) -> str:
@@ -505,15 +518,14 @@ class BlockEntry(NamedTuple):
 
         Where the forward takes no grid, the tokens are a column.
         """
-        count = 1 if self.is_only_served else 3
+        count = 1 + self.grid_arguments
         given = args if len(args) == count and not kwargs else self.first_of(count, args, kwargs)
-        if given is None or not isinstance(given[0], Tensor):
+        if given is None or not isinstance(x := given[0], Tensor):
             return None
-        x, *grid = given
-        if self.is_only_served:
-            return (x, (x.shape[1], 1)) if x.ndim == 3 else None
-        height, width = grid
-        return None if height is None or width is None else (x, (height, width))
+        grid = given[1] if count == 2 else (x.shape[1], 1) if count == 1 and x.ndim == 3 else given[1:]
+        if grid is None or len(grid) != 2 or grid[0] is None or grid[1] is None:
+            return None
+        return x, (grid[0], grid[1])
 
     def first_of(self, count: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """Returns the first arguments of a call; None if others say more than to leave something out."""
@@ -528,7 +540,8 @@ class BlockEntry(NamedTuple):
 
     def others(self, grid: tuple[int, int]) -> tuple[Any, ...]:
         """Returns what the block's forward takes after the tokens in a call that is served."""
-        return (None,) * (len(self.arguments) - 2) if self.is_only_served else grid
+        forms = (None,) * (len(self.arguments) - 2), (grid,), grid
+        return forms[self.grid_arguments]
 
     def result(self, block: nn.Module, tokens: Tensor, grid: tuple[int, int]) -> Any:
         """Returns the result of a block's forward for its tokens (B, T, C)."""
@@ -623,6 +636,12 @@ def tokens_of_map(result: tuple[Tensor, Tensor | None]) -> Tensor:
     spatial, class_token = result
     tokens = spatial.flatten(2).transpose(1, 2)
     return tokens if class_token is None else torch.cat((class_token, tokens), dim=1)
+
+
+def unserved_entry(upstream: str, name: str, reason: str) -> BlockEntry:
+    """Returns the entry of a class of blocks that no operator computes, with the reason."""
+    parts = BypassedParts([], reason)
+    return BlockEntry(upstream, name, lambda self: parts, is_only_served=True, why_unserved=reason)
 
 
 def named(*entries: BlockEntry) -> dict[str, tuple[BlockEntry, ...]]:

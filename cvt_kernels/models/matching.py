@@ -122,7 +122,9 @@ def why_mismatched(block: nn.Module, entry: BlockEntry) -> str | None:
 
 
 def why_another_forward(block: nn.Module, entry: BlockEntry) -> str | None:
-    """Returns why the forward and the members of a block are not upstream's, or None."""
+    """Returns why the forward and the members of a block are not upstream's, or are unserved, or None."""
+    if entry.why_unserved:
+        return entry.why_unserved
     owner = _owner_of_forward(block)
     if owner.__name__ != entry.name:
         return f"{owner.__qualname__} has a forward of its own, not that of {entry.upstream}'s {entry.name}"
@@ -324,7 +326,7 @@ def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
     if (reason := why_another_forward(stage, block)) is not None:
         return reason
     if block.is_only_served and not all(p.device.type in ("cpu", "meta") for p in stage.parameters()):
-        return "is not served on a GPU, where PyTorch's products are most of it"
+        return "is served on a CPU only, not on a GPU"
     parts: Any = _built_parts(stage, entry)
     if isinstance(parts, str):
         return parts
@@ -382,12 +384,13 @@ def _why_stage_unsupported(parts: StageParts) -> str | None:
     return None
 
 
-#: Names for the linear layers.
-_LINEARS = ("Q", "K", "V", "the projection", "the first layer of the MLP", "the second layer of the MLP")
+#: Names for the linear layers: those of heads by their number, and the others.
+_HEADS = {1: ("Q, K and V",), 2: ("Q", "K and V"), 3: ("Q", "K", "V")}
+_LINEARS = ("the projection", "the first layer of the MLP", "the second layer of the MLP")
 
 
 def _why_linears_unsupported(parts: BlockParts) -> str | None:
-    for name, layer in zip(_LINEARS, parts.layers(), strict=True):
+    for name, layer in zip((*_HEADS[len(parts.linears)], *_LINEARS), parts.layers(), strict=True):
         if type(layer) not in (nn.Linear, LinearInt8) or is_watched(layer):
             return f"the linear layer of {name} {why_another_class(layer, 'a plain nn.Linear or LinearInt8')}"
     return None

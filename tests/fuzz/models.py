@@ -33,6 +33,7 @@ _FAMILIES = (
     upstream.vit,
     upstream.dinov2,
     upstream.clip,
+    *upstream.TIMMS,
 )
 _KERNELS_FIRST = {
     "cpu": ("cpu", "sdpa", "reference"),
@@ -91,7 +92,7 @@ class _Pair:
             ck.graphed(self.accelerated)
         self.source = random.Random(case.seed)
         size = 70 if family is upstream.pvt else self.source.choice((64, 70))
-        size = 32 if family in (upstream.vit, upstream.clip) else size
+        size = 32 if family in (upstream.vit, upstream.clip, upstream.timm_vit) else size
         self.images = torch.randn(self.source.choice((1, 2)), 3, size, size)
         self.mode = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(
             case.settings["no_grad"], torch.enable_grad

@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import nn
 
 from ..blocks import BlockEntry, ServedEntry, StageEntry, named, recognize_by_name
-from . import cvt, glpn, pvt, segformer, vit
+from . import cvt, glpn, pvt, segformer, timm, vit
 
-FAMILIES = tuple(family.FAMILY for family in (cvt, segformer, glpn, pvt, vit))
+FAMILIES = tuple(family.FAMILY for family in (cvt, segformer, glpn, pvt, vit, timm))
 
 _ENTRIES = tuple(entry for family in FAMILIES for entry in family.entries)
 _RECOGNIZED = [family.recognize for family in FAMILIES if family.recognize is not None]

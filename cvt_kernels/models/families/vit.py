@@ -11,7 +11,16 @@ from typing import Any
 
 from torch import nn
 
-from ..blocks import GELU_VARIANTS, HUGGING_FACE, BlockEntry, BlockParts, Family, Unsupported, gelu_variant
+from ..blocks import (
+    GELU_VARIANTS,
+    HUGGING_FACE,
+    BlockEntry,
+    BlockParts,
+    Family,
+    Unsupported,
+    gelu_variant,
+    unserved_entry,
+)
 from ..class_token import ClassifierEntry
 
 #: The ends of the names of classes within a block.
@@ -123,16 +132,8 @@ def _entry(
         parts=parts,
         is_layer=True,
         is_only_served=True,
+        grid_arguments=0,
     )
-
-
-def _unserved(name: str, reason: str, children: tuple[str, ...], *arguments: str) -> BlockEntry:
-    """Returns the entry of a class of blocks that no operator computes, with the reason."""
-
-    def parts(self: Any) -> BlockParts:
-        raise Unsupported(reason)
-
-    return _entry(name, parts, children, arguments=("hidden_states", *arguments))
 
 
 def _classifier(name: str, encoder: str) -> ClassifierEntry:
@@ -193,26 +194,14 @@ FAMILY = Family(
             )
             for model in ("Yolos", "DPTViT")
         ),
-        _unserved(
-            "BeitLayer",
-            "its scores have a bias by position",
-            (*_VIT, "drop_path", "lambda_1", "lambda_2", "relative_position_bias"),
-            *("attention_mask", "interpolate_pos_encoding", "resolution", "kwargs"),
-        ),
-        _unserved(
-            "SwinLayer",
-            "it attends in windows",
-            (*_VIT, "drop_path"),
-            *("input_dimensions", "always_partition", "kwargs"),
-        ),
-        _unserved(
-            "DINOv3ViTLayer",
-            "its queries and keys are rotated by their places (RoPE)",
-            _DINOV2,
-            *("attention_mask", "position_embeddings", "kwargs"),
-        ),
-        _unserved(
-            "InternVLVisionLayer", "its queries and keys may be normalized", (*_VIT, "lambda_1", "lambda_2")
+        *(
+            unserved_entry(HUGGING_FACE, name, reason)
+            for name, reason in (
+                ("BeitLayer", "its scores have a bias by position"),
+                ("SwinLayer", "it attends in windows"),
+                ("DINOv3ViTLayer", "its queries and keys are rotated by their places (RoPE)"),
+                ("InternVLVisionLayer", "its queries and keys may be normalized"),
+            )
         ),
     ),
     classifiers=tuple(

@@ -23,6 +23,7 @@ from tests.upstream import (
     ENCODERS,
     PYRAMIDS,
     RANDOM,
+    TIMMS,
     UPSTREAMS,
     assert_same_step,
     glpn,
@@ -312,7 +313,7 @@ def test_a_hook_on_all_modules_sees_all_of_them():
 
 
 @pytest.mark.parametrize("freeze", [False, None, True])
-@pytest.mark.parametrize("make", [*UPSTREAMS, segformer, pvt, pvt_v2, glpn, *ENCODERS])
+@pytest.mark.parametrize("make", [*UPSTREAMS, segformer, pvt, pvt_v2, glpn, *ENCODERS, *TIMMS])
 def test_copies_look_the_same(make, freeze):
     own = make().eval()
     model = ck.accelerate(copy.deepcopy(own), freeze=freeze)
@@ -421,9 +422,9 @@ def test_nothing_that_is_supported(make, message):
 
 
 def test_an_unknown_model_is_told_of_every_family_with_its_project():
-    """So that timm's PVT v2, whose blocks are others, is not told that it has none of a PVT v2."""
-    timms = type("PyramidVisionTransformerV2", (nn.Module,), {"__module__": "timm.models.pvt_v2"})
-    message = "^model: got PyramidVisionTransformerV2 of timm, expected a model with blocks of one of these: "
+    """So that timm's DINOv3, whose blocks are others, is not told that it has none of a ViT of timm."""
+    timms = type("Eva", (nn.Module,), {"__module__": "timm.models.eva"})
+    message = "^model: got Eva of timm, expected a model with blocks of one of these: "
     with pytest.raises(ValueError, match=message) as caught:
         ck.accelerate(timms())
     for family in families.FAMILIES:

@@ -18,6 +18,8 @@ from tests.upstream import (
     pvt,
     pvt_v2,
     segformer,
+    timm_pvt_v2,
+    timm_vit,
     vit,
 )
 
@@ -36,6 +38,8 @@ FAMILIES = {
     vit: {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536, "num_labels": 200},
     clip: {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536},
     dinov2: {"hidden_size": 384, "num_attention_heads": 6, "mlp_ratio": 4},
+    timm_vit: {"embed_dim": 384, "num_heads": 6, "mlp_ratio": 4, "num_classes": 200},
+    timm_pvt_v2: {"embed_dims": (64, 512), "num_heads": (1, 8), "mlp_ratios": (8, 4), "num_classes": 200},
     glpn: {"hidden_sizes": [64, 128, 320, 512], "num_attention_heads": [1, 2, 5, 8], "mlp_ratios": [4] * 4},
 }
 
@@ -65,7 +69,7 @@ def test_served_models_are_as_accurate_as_upstreams(make, dtype):
     for seed in range(_SEEDS):
         torch.manual_seed(seed)
         model = make(**FAMILIES[make]).eval().to(dtype)
-        size = {pvt: 70, vit: 32, clip: 32}.get(make, 64)
+        size = {pvt: 70, vit: 32, clip: 32, timm_vit: 32}.get(make, 64)
         x = (images(2, size, size) + 0.1 * torch.randn(2, 3, size, size)).to(dtype)
         with torch.no_grad():
             exact = logits(copy.deepcopy(model).double()(x.double()))

@@ -30,9 +30,11 @@ from tests.upstream import (
     pvt,
     pvt_v2,
     segformer,
+    timm_pvt_v2,
+    timm_vit,
 )
 
-MAKERS = [huggingface, microsoft_plain, ours, segformer, pvt, pvt_v2, glpn]
+MAKERS = [huggingface, microsoft_plain, ours, segformer, pvt, pvt_v2, glpn, timm_vit, timm_pvt_v2]
 every_model = pytest.mark.parametrize("make", MAKERS)
 every_way = pytest.mark.parametrize("freeze", [None, True, False], ids=["live", "frozen", "by-block"])
 
@@ -43,7 +45,8 @@ def encoder_of(model):
 
 
 def images_for(make):
-    return upstream.images(height=70, width=70) if make is pvt else upstream.images()
+    size = {pvt: 70, timm_vit: 32}.get(make, 64)
+    return upstream.images(height=size, width=size)
 
 
 # Mixed dtypes -----------------------------------------------------------------------------------------------

@@ -37,6 +37,8 @@ from tests.upstream import (
     pvt_v2,
     relative,
     segformer,
+    timm_pvt_v2,
+    timm_vit,
     vit,
 )
 
@@ -78,6 +80,8 @@ FAMILIES = {
     "vit": vit,
     "dinov2": dinov2,
     "clip": clip,
+    "timm_vit": timm_vit,
+    "timm_pvt_v2": timm_pvt_v2,
     "pruned": pruned,
 }
 
@@ -109,6 +113,7 @@ def plain(family, is_quantized):
 @functools.cache
 def images_for(family):
     sizes = {"pvt": (70, 70), "glpn": (64, 64), "pruned": (20, 20), "vit": (32, 32), "clip": (32, 32)}
+    sizes |= {"timm_vit": (32, 32)}
     return images(2, *sizes.get(family, (32, 48)))
 
 

@@ -17,7 +17,7 @@ from cvt_kernels.models import stages
 from cvt_kernels.quantization import unquantize
 from tests.checks import assert_accurate
 from tests.cvt_kernels.models.served import frozen
-from tests.upstream import ENCODERS, dinov2, images, logits, relative, vit
+from tests.upstream import ENCODERS, TIMMS, dinov2, images, logits, relative, timm_pvt_v2, timm_vit, vit
 
 _SIZES = {
     "hidden_size": 32,
@@ -75,7 +75,7 @@ def arguments_of(name):
 
 
 def layers_of(model):
-    return [module for module in model.modules() if type(module).__name__.endswith("Layer")]
+    return [module for module in model.modules() if type(module).__name__.endswith(("Layer", "Block"))]
 
 
 def tensors_of(out):
@@ -137,7 +137,7 @@ def test_others_stay_as_they_are_and_say_why(name):
     assert all(not row.fused and row.reason.startswith(reason) for row in rows)
 
 
-@pytest.mark.parametrize("make", ENCODERS)
+@pytest.mark.parametrize("make", [*ENCODERS, *TIMMS])
 def test_reasons_for_upstreams_own_forward(make):
     model = make()
     assert {row.reason for row in ck.coverage(model)} == {"accelerate() has not been called"}
@@ -145,7 +145,10 @@ def test_reasons_for_upstreams_own_forward(make):
     assert [type(layer) for layer in layers_of(live)] == [type(layer) for layer in layers_of(model)]
     ck.accelerate(model)
     assert {row.reason for row in ck.coverage(model.train())} == {"is in training mode"}
-    model.eval().set_attn_implementation("eager")
+    assert all(row.fused for row in ck.coverage(model.eval()))
+    if make in TIMMS:
+        return
+    model.set_attn_implementation("eager")
     assert {row.reason for row in ck.coverage(model)} == {
         "attention is that of transformers' 'eager', expected 'sdpa'"
     }
@@ -163,17 +166,19 @@ def on_a_gpu(model):
     return model
 
 
-def test_on_a_gpu_they_stay_as_they_are(monkeypatch):
+@pytest.mark.parametrize("make", [vit, *TIMMS])
+def test_on_a_gpu_they_stay_as_they_are(make, monkeypatch):
     monkeypatch.setattr(choose, "warn_of_unknown_gpu", None)  # no kernel of a GPU is for them
-    reason = "is not served on a GPU, where PyTorch's products are most of it"
-    for model in (ck.accelerate(vit()), ck.accelerate(vit(), freeze=True), ck.accelerate(on_a_gpu(vit()))):
-        rows = ck.coverage(on_a_gpu(model))
-        assert [(row.fused, row.reason) for row in rows] == 2 * [(False, reason)]
+    reason = "is served on a CPU only, not on a GPU"
+    models = ck.accelerate(make()), ck.accelerate(make(), freeze=True), ck.accelerate(on_a_gpu(make()))
+    for model in models:
+        rows = [row for row in ck.coverage(on_a_gpu(model)) if not row.class_name.endswith("Stage")]
+        assert [(row.fused, row.reason) for row in rows] == len(layers_of(model)) * [(False, reason)]
     with pytest.raises(ValueError, match=reason):
-        ck.accelerate(on_a_gpu(vit()), freeze=True)
+        ck.accelerate(on_a_gpu(make()), freeze=True)
 
 
-@pytest.mark.parametrize("make", ENCODERS)
+@pytest.mark.parametrize("make", [*ENCODERS, *TIMMS])
 def test_training_is_upstreams_own(make):
     own, x = make(attention_drop=0.2).train(), images(2, 32, 32)
     model = ck.accelerate(copy.deepcopy(own))
@@ -224,15 +229,18 @@ def test_any_number_of_tokens(tokens, dtype):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make", ENCODERS)
-def test_quantized_layers_are_served(make):
+@pytest.mark.parametrize(
+    ("make", "layers"), [*((make, 6) for make in ENCODERS), (timm_vit, 4), (timm_pvt_v2, 5)]
+)
+def test_quantized_layers_are_served(make, layers):
     own, x = make(), images(2, 32, 32)
     expected = logits(own(x))
     model = ck.accelerate(copy.deepcopy(own))
     report = ck.quantize(model, x, min_sqnr=0)
-    assert [row.weight for row in report] == 12 * ["int8"]
+    assert [row.weight for row in report] == layers * len(layers_of(model)) * ["int8"]
     rows = ck.coverage(model, x)
-    assert [(row.fused, row.backends) for row in rows] == 2 * [(True, {"transformer_block": "cpu"})]
+    assert all(row.fused for row in rows)
+    assert {backend for row in rows for backend in row.backends.values()} == {"cpu"}
     out = logits(model(x))
     with ck.use_backend("reference"):
         assert relative(out, logits(model(x))) < 0.02
@@ -241,7 +249,7 @@ def test_quantized_layers_are_served(make):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make", ENCODERS)
+@pytest.mark.parametrize("make", [*ENCODERS, *TIMMS])
 def test_a_frozen_layer_is_one_operator_of_a_compiled_graph(make):
     torch.compiler.reset()
     own, x, seen = make(), images(2, 32, 32), []
@@ -253,7 +261,7 @@ def test_a_frozen_layer_is_one_operator_of_a_compiled_graph(make):
     model = frozen(own)
     out = logits(torch.compile(model, backend=backend, fullgraph=True)(x))
     assert relative(out, logits(own(x))) < 1e-5
-    assert sum("frozen_layer" in str(target) for target in seen) == 2
+    assert sum("frozen_" in str(target) for target in seen) == 2
     torch.compiler.reset()
 
 

@@ -23,6 +23,8 @@ from tests.upstream import (
     pvt_v2,
     pvt_v2_linear,
     segformer,
+    timm_pvt_v2,
+    timm_vit,
     vit,
 )
 
@@ -39,6 +41,8 @@ SIZES = {
     vit: (32, 32),
     dinov2: (160, 224),
     clip: (32, 32),
+    timm_vit: (32, 32),
+    timm_pvt_v2: (160, 224),
 }
 FAMILIES = {make.__name__: make for make in SIZES}
 #: The ways to serve a model, by ``freeze``.
