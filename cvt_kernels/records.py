@@ -84,9 +84,9 @@ class ConvBatchNorm(NamedTuple):
         for name, value in (("stride", stride), ("padding", padding), ("dilation", dilation)):
             if isinstance(value, str) or value[0] != value[-1]:
                 raise ValueError(f"conv: {name} is {value!r}; expected one number for both directions")
-        parameters, buffers = (conv.weight, bn.weight, bn.bias), written_of(bn)
-        settings = stride[0], int(padding[0]), dilation[0], momentum, eps
-        return cls(*parameters, *buffers, *settings, _process_group(bn))
+        fields: list[Any] = [conv.weight, bn.weight, bn.bias, *written_of(bn)]
+        fields += [stride[0], int(padding[0]), dilation[0], momentum, eps, _process_group(bn)]
+        return cls(*fields)
 
     def output_grid(self, grid: tuple[int, int]) -> tuple[int, int]:
         """Returns the output's (H, W) for an input of ``grid``; below 1 means that the output is empty."""

@@ -265,8 +265,8 @@ class BlockParts(NamedTuple):
     def as_operator(self) -> TransformerBlock:
         """Returns the arguments of ``transformer_block``: live tensors, but layers with a scale folded in."""
         of_proj, of_fc2 = self.factors()
-        *first, last = map(_linear_of, self.linears)
-        q, k, v = *first, *_divided(last, 3 - len(first))
+        linears = [_linear_of(linear) for linear in self.linears]
+        q, k, v = linears[:-1] + _divided(linears[-1], 4 - len(linears))
         return TransformerBlock(
             norm1=norm_of(self.norm1),
             reduce=self._reduce(),

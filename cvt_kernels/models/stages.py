@@ -141,7 +141,8 @@ def _fold_batch_norm(parts: StageParts) -> tuple[Tensor, Tensor | None]:
         return weight, bias
     tensors = weight, bias, norm.running_mean, norm.running_var, norm.weight, norm.bias
     values: list[Any] = [None if tensor is None else wide(tensor) for tensor in tensors]
-    folded, shift = fuse_conv_bn_weights(*values[:4], norm.eps, *values[4:])
+    w, b, mean, variance, scale, offset = values
+    folded, shift = fuse_conv_bn_weights(w, b, mean, variance, norm.eps, scale, offset)
     return folded.detach().to(weight.dtype), shift.detach().to(weight.dtype)
 
 

@@ -43,8 +43,8 @@ def doctor() -> str:
             served.setdefault(f"  {each['served_by']}: {each['reason']}", []).append(operator)
         lines += ["", f"on {name}:"]
         for server, names in served.items():
-            indent = {"initial_indent": " " * 4, "subsequent_indent": " " * 4}
-            lines += [server, *textwrap.wrap(", ".join(names), 110, **indent)]
+            wrapped = textwrap.wrap(", ".join(names), 106)
+            lines += [server, *(textwrap.indent(line, " " * 4) for line in wrapped)]
     faults = "failed their check on this machine, and not used; please report these lines:"
     sections = {
         "not available here:": facts["not_available"],
