@@ -74,8 +74,8 @@ class Implementation:
     """One operator on one backend.
 
     Attributes:
-        function: A function of the record of a call, or its path by :func:`lazy`, which is imported when a
-            call first needs it.
+        function: A function of the record of a call, or its path ``"package.module:name"``, which is imported
+            when a call first needs it.
         devices: The device types that it serves; None for all.
         why_unavailable: Takes a device type; returns why this machine cannot run it there, or None. It is
             called once for each type.
@@ -150,28 +150,6 @@ def bound_by(bind: Callable[[Record], Callable[[Any], Any] | None]) -> Callable[
         return function
 
     return mark
-
-
-class _LazyModule:
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, attribute: str) -> str:
-        return f"{self._name}:{attribute}"
-
-
-def lazy(package: str, *modules: str) -> tuple[Any, ...]:
-    """Stands for modules of a package that a declaration names functions of, but does not import.
-
-    An attribute is the path ``"package.module:name"``, which :meth:`Implementation.load` imports. Type
-    checkers and editors take the imports beside it::
-
-        if TYPE_CHECKING:
-            from . import triton as _triton
-        else:
-            (_triton,) = lazy(__name__, "triton")
-    """
-    return tuple(_LazyModule(f"{package}.{module}") for module in modules)
 
 
 def _imported(path: str) -> Callable[..., Any]:

@@ -86,6 +86,17 @@ def check_float_tensor(name: str, value: Any, shape: str) -> None:
     raise TypeError(f"{name}: got dtype {dtype_name(value.dtype)}, expected one of {_FLOAT_NAMES}")
 
 
+def check_dimensions(name: str, value: Any, rank: int, shape: str) -> None:
+    """Raises unless ``value`` is a dense tensor of a floating dtype with ``rank`` dimensions.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: It has another number of dimensions.
+    """
+    check_float_tensor(name, value, shape)
+    check_rank(name, value, rank, shape)
+
+
 def check_dtype(name: str, value: Any, shape: str, *dtypes: torch.dtype) -> None:
     """Raises TypeError unless ``value`` is a dense tensor of one of ``dtypes``."""
     check_tensor(name, value, shape)
@@ -152,6 +163,20 @@ def check_tensor_like(
         check_shape(name, tensor, shape, meaning)
     if tensor.dtype != x.dtype or tensor.device != x.device:
         check_like(name, tensor, x_name, x, also)
+
+
+def check_vector(
+    name: str,
+    vector: Tensor | None,
+    size: int,
+    x: Tensor,
+    meaning: str = "(channels,)",
+    also: tuple[torch.dtype, ...] = (),
+    x_name: str = "x",
+) -> None:
+    """Raises as :func:`check_tensor_like` unless a vector that may be left out has ``size`` elements."""
+    if vector is not None:
+        check_tensor_like(name, vector, (size,), meaning, x, also, x_name)
 
 
 def check_kind(name: str, part: object, *kinds: type) -> None:

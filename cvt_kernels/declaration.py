@@ -15,6 +15,7 @@ import numbers
 import typing
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -28,7 +29,6 @@ from .launch import launching
 
 _NOT_GIVEN = inspect.Parameter.empty
 Function = TypeVar("Function", bound=Callable[..., Any])
-#: A backend's function of a record, and its question; ``backends.lazy`` gives their paths in their place.
 _Backend = Callable[[Record], Any]
 _Question = Callable[[Record], str | None]
 
@@ -40,7 +40,7 @@ class Declaration(backends.Operator):
         signature: The signature of the public function.
         public: The public function.
         reference: The decorated function, as a function of the record.
-        check, check_numbers, composition, arguments, key_also: See :func:`operator`.
+        check, check_numbers, composition, sequences, key_also: See :func:`operator`.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Declaration(backends.Operator):
         check: Callable[[Record], None],
         check_numbers: tuple[str, Callable[[Record], None]] | None,
         composition: Callable[[Record], Callable[[Record], Any] | None] | None,
-        arguments: Callable[[Record], Record] | None,
+        sequences: Mapping[str, str] | None,
         key_also: Callable[[Record], Any] | None,
         **described: Any,
     ) -> None:
         self.signature = inspect.signature(function)
         self.check, self.check_numbers, self.composition = check, check_numbers, composition
-        self.arguments, self.key_also = arguments, key_also
+        self.sequences, self.key_also = tuple((sequences or {}).items()), key_also
         parameters = [*self.signature.parameters.values()]
         self._positional = sum(each.kind is not each.KEYWORD_ONLY for each in parameters)
         # Keyword arguments without a default may come behind arguments with one; a NamedTuple's may not.
@@ -142,8 +142,7 @@ class Declaration(backends.Operator):
 
     def _serve(self, call: Record) -> tuple[Any, _Backend | None]:
         """Checks and serves a call; returns the result, and what serves later calls of its key, or None."""
-        if self.arguments is not None:
-            call = self.arguments(call)
+        call = self._with_tuples(call)
         if torch.jit.is_tracing():
             with warnings.catch_warnings():
                 # Settings such as the class token are rightly constants of the trace.
@@ -156,14 +155,21 @@ class Declaration(backends.Operator):
         chosen = choose.choose(self.name, call)
         return chosen.function(call), self._later(chosen.function, chosen.why_unsupported)
 
+    def _with_tuples(self, call: Record) -> Record:
+        """Returns the record with tuples in the place of other sequences."""
+        for name, expected in self.sequences:
+            given = getattr(call, name)
+            if type(given) is not tuple:
+                call = call._replace(**{name: checks.as_tuple(name, given, expected)})
+        return call
+
     def _later(self, serve: _Backend, why_unsupported: _Question | None = None) -> _Backend:
         """Returns what serves later calls of a key: ``serve``, after what must be done for every call."""
-        arrange = self.arguments
-        if arrange is None and not checks.CHECKS_CACHED:
+        if not self.sequences and not checks.CHECKS_CACHED:
             return serve
 
         def later(call: Record) -> Any:
-            call = call if arrange is None else arrange(call)
+            call = self._with_tuples(call)
             reason = why_unsupported(call) if checks.CHECKS_CACHED and why_unsupported is not None else None
             if reason is not None:
                 raise AssertionError(f"{self.name}: cached for a call that its backend refuses: {reason}")
@@ -197,8 +203,9 @@ def operator(
     score: Callable[[Record, list[Tensor]], list[Tensor]] | None = None,
     fused_by_compiler: bool = False,
     check_numbers: tuple[str, Callable[[Record], None]] | None = None,
-    composition: Callable[[Record], Callable[[Record], Any] | None] | None = None,
-    arguments: Callable[[Record], Record] | None = None,
+    composed: _Backend | None = None,
+    composition: Callable[[Record], _Backend | None] | None = None,
+    sequences: Mapping[str, str] | None = None,
     key_also: Callable[[Record], Any] | None = None,
 ) -> Callable[[Function], Function]:
     """Declares an operator; the decorated function computes it in plain PyTorch.
@@ -212,49 +219,73 @@ def operator(
     - ``name``: The name of the operator, by default the function's.
     - ``check_numbers``: A parameter, and a check of its numbers, which are not in the key. The check runs at
       every call where the parameter is not None.
+    - ``composed``: Calls other operators. It is a backend of its own on GPUs, and serves without a choice
+      where none of our kernels may.
     - ``composition``: Returns a function of the record that serves the call without a choice of a backend, or
       None. It is called once for a key.
-    - ``arguments``: Normalizes the record, for example a list to a tuple.
+    - ``sequences``: Parameters that become tuples, and what each is expected to be, for messages.
     - ``key_also``: Returns what choices depend on besides the facts of the arguments (:func:`facts_of`).
     """
 
     def declare(function: Function) -> Function:
+        known, own = dict(backends), name or function.__name__
+        compose = composition
+        if composed is not None:
+            known["composed"] = Implementation(composed, ("cuda",))
+            compose = composition or _unless_ours(own, composed)
         declared = Declaration(
-            name or function.__name__, function, check, check_numbers, composition, arguments, key_also,
+            own, function, check, check_numbers, compose, sequences, key_also,
             cost_class=cost_class, sample=sample, defaults=defaults, exact=exact, unrounded=unrounded,
             score=score, fused_by_compiler=fused_by_compiler,
         )  # fmt: skip
         setattr(reference, declared.name, function)
-        _register(declared, backends)
+        _register(declared, known)
         return typing.cast(Function, declared.public)
 
     return declare
 
 
+def _unless_ours(name: str, composed: _Backend) -> Callable[[Record], _Backend | None]:
+    def composition(call: Record) -> _Backend | None:
+        x = call[0]
+        return None if x.is_cuda or choose.may_be_ours(name, x.device.type) else composed
+
+    return composition
+
+
 def _register(declared: Declaration, given: Mapping[str, Implementation]) -> None:
     backends.declare(declared)
     for backend, each in given.items():
+        if isinstance(each.function, str):
+            module, why = f"{declared.package}.{each.function}", each.why_unsupported
+            why = f"{module}:{why}" if isinstance(why, str) else why
+            each = replace(each, function=f"{module}:{declared.name}", why_unsupported=why)
         backends.register(declared.name, backend, each)
     backends.register(declared.name, "reference", Implementation(declared.reference))
 
 
+# The module of the operator's package that has them, such as ``"triton.autograd"``, is imported when a call
+# first needs them: a function of the operator's name, and the question, unless that is given.
+_Why = str | _Question | None
+
+
 def triton_kernels(
-    function: _Backend, why_unsupported: _Question, *, is_partial: bool = False
+    module: str, why_unsupported: _Why = "why_unsupported", *, is_partial: bool = False
 ) -> Implementation:
     """Returns an implementation in Triton, for NVIDIA GPUs."""
-    return Implementation(function, ("cuda",), machine.why_triton_unavailable, why_unsupported, is_partial)
+    return Implementation(module, ("cuda",), machine.why_triton_unavailable, why_unsupported, is_partial)
 
 
-def gluon_kernels(function: _Backend, why_unsupported: _Question) -> Implementation:
+def gluon_kernels(module: str) -> Implementation:
     """Returns an implementation in Gluon, for sm_90."""
-    return Implementation(function, ("cuda",), machine.why_gluon_unavailable, why_unsupported)
+    return Implementation(module, ("cuda",), machine.why_gluon_unavailable, "why_unsupported")
 
 
 def extension_kernels(
-    function: _Backend, why_unsupported: _Question | None = None, *, device_type: str = "cpu"
+    module: str, why_unsupported: _Why = "why_unsupported", *, device_type: str = "cpu"
 ) -> Implementation:
     """Returns an implementation by the compiled extension, for a type of device."""
-    return Implementation(function, (device_type,), machine.why_extension_unavailable, why_unsupported)
+    return Implementation(module, (device_type,), machine.why_extension_unavailable, why_unsupported)
 
 
 # The key of a call ----------------------------------------------------------------------------------------

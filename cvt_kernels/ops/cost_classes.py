@@ -50,20 +50,25 @@ def scores_within(factor: int) -> int:
     return max(_FEWEST_SCORES, _SCORES * factor)
 
 
-def sampled(most: int, *fields: str) -> Callable[[int, Record], Record]:
+def sampled(
+    most: int, *fields: str, times: Callable[[Record], int] = lambda call: 1, written: str = ""
+) -> Callable[[int, Record], Record]:
     """Returns a function that cuts a call to its first images, with ``most`` elements of x together.
 
     Args:
         most: The number of elements, for a factor of 1.
         fields: The tensors with a batch dimension; a call may lack some.
+        times: Returns as how many elements one of x counts.
+        written: The tensor that a call with ``inplace`` writes to.
     """
 
     def sample(factor: int, call: Record) -> Record:
-        x = call[0]
+        x, copied = call[0], written if getattr(call, "inplace", False) else None
         if x.ndim < 2:
-            return call
+            return first_images(call, 1, copied=copied)
         known = [field for field in fields if field in call._fields]
-        return first_images(call, images_within(most * factor, x.shape[0], x.numel()), *known)
+        images = images_within(most * factor, x.shape[0], x.numel() * times(call))
+        return first_images(call, images, *known, copied=copied)
 
     return sample
 
@@ -80,5 +85,5 @@ def first_images(call: Record, images: int, *fields: str, copied: str | None = N
     """
     cut = {field: getattr(call, field)[:images] for field in fields if getattr(call, field) is not None}
     if copied is not None:
-        cut[copied] = cut[copied].clone()
+        cut[copied] = cut.get(copied, getattr(call, copied)).clone()
     return call._replace(**cut)

@@ -5,25 +5,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, modes, reference
-from ...backends import Implementation, Record, lazy
+from ...backends import Implementation, Record
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import PositionBias
 from ...reference import position_bias
 from ..autograd import gradients_again
 from ..cost_classes import first_images, images_within, scores_within, size_class
-
-if TYPE_CHECKING:
-    from . import cpu as _cpu
-    from .triton import autograd as _triton
-else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton.autograd")
 
 _SHAPE = "(batch, tokens, heads, head_dim)"
 
@@ -177,8 +171,8 @@ def _first_queries(call: Record, most: int) -> Record:
 
 @operator(
     backends={
-        "triton": triton_kernels(_triton.attention, _triton.why_unsupported),
-        "cpu": extension_kernels(_cpu.attention, _cpu.why_unsupported),
+        "triton": triton_kernels("triton.autograd"),
+        "cpu": extension_kernels("cpu"),
         "sdpa": Implementation(sdpa, why_unsupported=_why_sdpa_unsupported),
     },
     cost_class=_cost_class,
@@ -259,8 +253,7 @@ def check_attention_map(
 def _check_tokens(q: Tensor, k: Tensor, *values: tuple[str, Tensor]) -> None:
     named = (("q", q), ("k", k), *values)
     for name, tensor in named:
-        checks.check_float_tensor(name, tensor, _SHAPE)
-        checks.check_rank(name, tensor, 4, _SHAPE)
+        checks.check_dimensions(name, tensor, 4, _SHAPE)
         checks.check_like(name, tensor, "q", q)
     batch, queries, heads, head_dim = q.shape
     keys = k.shape[1]

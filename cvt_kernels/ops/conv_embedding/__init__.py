@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks, choose, modes, reference
-from ...backends import Implementation, Record, lazy
+from ... import checks, modes, reference
+from ...backends import Record
 from ...declaration import extension_kernels, operator, triton_kernels
-from ..cost_classes import first_images, images_within, size_class
+from ..cost_classes import sampled, size_class
 from ..layer_norm_gelu import layer_norm
-
-if TYPE_CHECKING:
-    from . import cpu as _cpu
-    from .triton import operator as _triton
-else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton.operator")
-
-_SAMPLE = 2**18  # elements
 
 
 def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float) -> tuple[int, ...]:
     """Returns the height and width of the tokens."""
-    checks.check_float_tensor("image", image, "(batch, channels, height, width)")
-    checks.check_rank("image", image, 4, "(batch, channels, height, width)")
-    checks.check_float_tensor("weight", weight, "(channels, in_channels, k, k)")
-    checks.check_rank("weight", weight, 4, "(channels, in_channels, k, k)")
+    checks.check_dimensions("image", image, 4, "(batch, channels, height, width)")
+    checks.check_dimensions("weight", weight, 4, "(channels, in_channels, k, k)")
     if image.shape[1] != weight.shape[1]:
         raise ValueError(f"image: got {image.shape[1]} channels, expected {weight.shape[1]} as weight")
     kernel_size = weight.shape[3]
@@ -50,22 +39,14 @@ def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float)
 def _check_all(call: Any) -> None:
     height, width = _check(call.image, call.weight, call.stride, call.padding, call.eps)
     for name in ("bias", "norm_weight", "norm_bias", "class_token"):
-        vector = getattr(call, name)
-        if vector is not None:
-            also = () if name == "bias" else (torch.float32,)
-            shape = call.weight.shape[:1]
-            checks.check_tensor_like(name, vector, shape, "(channels,)", call.image, also, "image")
+        vector, also = getattr(call, name), () if name == "bias" else (torch.float32,)
+        checks.check_vector(name, vector, call.weight.shape[0], call.image, also=also, x_name="image")
     if call.positions is not None:
         tokens = height * width + (call.class_token is not None)
         checks.check_tensor_like(
             "positions", call.positions, (tokens, call.weight.shape[0]), "(tokens, channels)", call.image,
             (torch.float32,), "image",
         )  # fmt: skip
-
-
-def _composition(call: Any) -> Callable[..., Tensor] | None:
-    device = call.image.device.type
-    return None if device == "cuda" or choose.may_be_ours("conv_embedding", device) else _compose
 
 
 def _compose(call: Record) -> Tensor:
@@ -114,21 +95,15 @@ def _cost_class(call: Record) -> str:
     return words + (", channels last" if call.image.stride(1) == 1 else "")
 
 
-def _sample(factor: int, call: Record) -> Record:
-    image = call.image
-    return first_images(call, images_within(_SAMPLE * factor, image.shape[0], image.numel()), "image")
-
-
 @operator(
     backends={
-        "triton": triton_kernels(_triton.conv_embedding, _triton.why_unsupported),
-        "cpu": extension_kernels(_cpu.conv_embedding, _cpu.why_unsupported),
-        "composed": Implementation(_compose, ("cuda",)),
+        "triton": triton_kernels("triton.operator"),
+        "cpu": extension_kernels("cpu"),
     },
     cost_class=_cost_class,
-    sample=_sample,
+    sample=sampled(2**18, "image"),
     check=_check_all,
-    composition=_composition,
+    composed=_compose,
 )
 def conv_embedding(
     image: Tensor,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks, choose, reference
-from ...backends import Implementation, Record, lazy
+from ... import checks, reference
+from ...backends import Record
 from ...declaration import gluon_kernels, operator, triton_kernels
 from ...records import Branch
 from ..conv_projection import (
@@ -20,22 +20,8 @@ from ..conv_projection import (
 )
 from ..linear import linear
 
-if TYPE_CHECKING:
-    from . import gluon as _gluon
-    from .triton import forward as _triton
-else:
-    _gluon, _triton = lazy(__name__, "gluon", "triton.forward")
-
 #: Weight (outputs, C) and bias (outputs,) of a linear layer; the bias may be None.
 WeightAndBias = tuple[Tensor, Tensor | None]
-
-
-def _with_tuples(call: Any) -> Any:
-    if type(call.convs) is type(call.linears) is tuple:
-        return call
-    convs = checks.as_tuple("convs", call.convs, "a sequence of ConvBatchNorm")
-    linears = checks.as_tuple("linears", call.linears, "a sequence of pairs (weight, bias)")
-    return call._replace(convs=convs, linears=linears)
 
 
 def check_linears(x: Tensor, linears: Sequence[WeightAndBias]) -> None:
@@ -45,12 +31,10 @@ def check_linears(x: Tensor, linears: Sequence[WeightAndBias]) -> None:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(f"{name}: got {checks.shown(pair)}, expected a pair (weight, bias)")
         weight, bias = pair
-        checks.check_float_tensor(name, weight, "(outputs, channels)")
-        checks.check_rank(name, weight, 2, "(outputs, channels)")
+        checks.check_dimensions(name, weight, 2, "(outputs, channels)")
         checks.check_shape(name, weight, (weight.shape[0], x.shape[2]), "(outputs, channels)")
         checks.check_like(name, weight, "x", x)
-        if bias is not None:
-            checks.check_tensor_like(f"the bias of {name}", bias, weight.shape[:1], "(outputs,)", x)
+        checks.check_vector(f"the bias of {name}", bias, weight.shape[0], x, "(outputs,)")
 
 
 def _check(call: Any) -> None:
@@ -58,11 +42,6 @@ def _check(call: Any) -> None:
     if len(call.linears) != len(call.convs):
         raise ValueError(f"linears: got {len(call.linears)}, expected {len(call.convs)} as convs")
     check_linears(call.x, call.linears)
-
-
-def _composition(call: Any) -> Callable[..., tuple[Tensor, ...]] | None:
-    x = call.x
-    return None if x.is_cuda or choose.may_be_ours("conv_linear", x.device.type) else _compose
 
 
 def _compose(call: Record) -> tuple[Tensor, ...]:
@@ -78,15 +57,14 @@ def _cost_class(call: Record) -> str:
 
 @operator(
     backends={
-        "gluon": gluon_kernels(_gluon.conv_linear, _gluon.why_unsupported),
-        "triton": triton_kernels(_triton.conv_linear, _triton.why_unsupported),
-        "composed": Implementation(_compose, ("cuda",)),
+        "gluon": gluon_kernels("gluon"),
+        "triton": triton_kernels("triton.forward"),
     },
     cost_class=_cost_class,
     sample=sample_of_projection,
-    arguments=_with_tuples,
+    sequences={"convs": "a sequence of ConvBatchNorm", "linears": "a sequence of pairs (weight, bias)"},
     check=_check,
-    composition=_composition,
+    composed=_compose,
 )
 def conv_linear(
     x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], linears: Sequence[WeightAndBias]

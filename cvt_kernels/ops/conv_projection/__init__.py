@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,16 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, modes
-from ...backends import Record, lazy
+from ...backends import Record
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import Branch, ConvBatchNorm, flattened, summands
 from ..cost_classes import first_images, images_within, size_class
-
-if TYPE_CHECKING:
-    from . import cpu as _cpu
-    from .triton import autograd as _triton
-else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton.autograd")
 
 _SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, 1, k, k)"
 
@@ -75,12 +69,6 @@ def _branch(parts: tuple[ConvBatchNorm, ...]) -> Branch:
     return parts[0] if len(parts) == 1 else parts
 
 
-def _with_tuple(call: Any) -> Any:
-    if type(call.convs) is tuple:
-        return call
-    return call._replace(convs=checks.as_tuple("convs", call.convs, "a sequence of ConvBatchNorm"))
-
-
 def _number_of_statistics(call: Record) -> int:
     """Returns in training how many branches do not share their running statistics with another."""
     return len({id(conv.running_mean) for conv in flattened(call.convs)[0]}) if call.training is True else 0
@@ -88,12 +76,12 @@ def _number_of_statistics(call: Record) -> int:
 
 @operator(
     backends={
-        "triton": triton_kernels(_triton.conv_projection, _triton.why_unsupported),
-        "cpu": extension_kernels(_cpu.conv_projection, _cpu.why_unsupported),
+        "triton": triton_kernels("triton.autograd"),
+        "cpu": extension_kernels("cpu"),
     },
     cost_class=cost_class_of_projection,
     sample=sample_of_projection,
-    arguments=_with_tuple,
+    sequences={"convs": "a sequence of ConvBatchNorm"},
     check=lambda call: check_arguments(*call),
     key_also=_number_of_statistics,
 )
@@ -215,8 +203,7 @@ def _synchronized_batch_norm(y: Tensor, conv: ConvBatchNorm, momentum: float | N
 
 def check_arguments(x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], training: bool) -> None:
     """Raises TypeError or ValueError for wrong arguments of a projection."""
-    checks.check_float_tensor("x", x, _SHAPE)
-    checks.check_rank("x", x, 3, _SHAPE)
+    checks.check_dimensions("x", x, 3, _SHAPE)
     checks.check_flag("training", training)
     checks.check_grid("grid", grid)
     height, width = grid
@@ -248,8 +235,7 @@ def check_arguments(x: Tensor, grid: tuple[int, int], convs: Sequence[Branch], t
 def check_settings(name: str, conv: ConvBatchNorm) -> None:
     """Raises TypeError or ValueError for a convolution that is wrong whatever the tokens."""
     checks.check_kind(name, conv, ConvBatchNorm)
-    checks.check_float_tensor(f"{name}.weight", conv.weight, _WEIGHT)
-    checks.check_rank(f"{name}.weight", conv.weight, 4, _WEIGHT)
+    checks.check_dimensions(f"{name}.weight", conv.weight, 4, _WEIGHT)
     _check_conv(name, conv, conv.weight.new_empty(0, 0, conv.weight.shape[0]))
     checks.check_steps(f"{name}.", conv.stride, conv.padding, conv.dilation)
 
@@ -277,8 +263,7 @@ def _check_conv(name: str, conv: ConvBatchNorm, x: Tensor) -> None:
     checks.check_kind(name, conv, ConvBatchNorm)
     channels = x.shape[2]
     weight = conv.weight
-    checks.check_float_tensor(f"{name}.weight", weight, _WEIGHT)
-    checks.check_rank(f"{name}.weight", weight, 4, _WEIGHT)
+    checks.check_dimensions(f"{name}.weight", weight, 4, _WEIGHT)
     k = weight.shape[3]
     checks.check_shape(f"{name}.weight", weight, (channels, 1, k, k), "(depthwise, square)")
     checks.check_like(f"{name}.weight", weight, "x", x)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks
-from ...backends import Record, lazy
+from ...backends import Record
 from ...declaration import extension_kernels, operator
 from ..cost_classes import sampled, size_class
-
-if TYPE_CHECKING:
-    from . import cpu as _cpu
-else:
-    (_cpu,) = lazy(__name__, "cpu")
 
 #: The result's height by the map's, and the result's width by the map's.
 SCALE = 4
@@ -25,21 +20,17 @@ _MAP, _WEIGHT, _LAST = "(batch, C, height, width)", "(channels, C, 3, 3)", "(1, 
 
 def _check(call: Any) -> None:
     x, weight, last = call.x, call.weight, call.last_weight
-    checks.check_float_tensor("x", x, _MAP)
-    checks.check_rank("x", x, 4, _MAP)
+    checks.check_dimensions("x", x, 4, _MAP)
     if 0 in x.shape[1:]:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected channels and pixels")
-    checks.check_float_tensor("weight", weight, _WEIGHT)
-    checks.check_rank("weight", weight, 4, _WEIGHT)
+    checks.check_dimensions("weight", weight, 4, _WEIGHT)
     channels = weight.shape[0]
     checks.check_tensor_like("weight", weight, (channels, x.shape[1], 3, 3), _WEIGHT, x)
     if channels < 1:
         raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected at least 1 channel")
     checks.check_tensor_like("last_weight", last, (1, channels, 3, 3), _LAST, x)
-    if call.bias is not None:
-        checks.check_tensor_like("bias", call.bias, (channels,), "(channels,)", x)
-    if call.last_bias is not None:
-        checks.check_tensor_like("last_bias", call.last_bias, (1,), "(1,)", x)
+    checks.check_vector("bias", call.bias, channels, x)
+    checks.check_vector("last_bias", call.last_bias, 1, x, "(1,)")
     checks.check_number("max_depth", call.max_depth)
 
 
@@ -50,9 +41,7 @@ def _cost_class(call: Record) -> str:
 
 
 @operator(
-    backends={
-        "cpu": extension_kernels(_cpu.depth_head, _cpu.why_unsupported),
-    },
+    backends={"cpu": extension_kernels("cpu")},
     cost_class=_cost_class,
     sample=sampled(2**16, "x"),
     check=_check,

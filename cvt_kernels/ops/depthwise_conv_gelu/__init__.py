@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, modes, reference
-from ...backends import Record, lazy
+from ...backends import Record
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import GeluVariant
-from ..cost_classes import first_images, gelu_words, images_within, size_class
+from ..cost_classes import gelu_words, sampled, size_class
 from ..layer_norm_gelu import check_approximate
 
-if TYPE_CHECKING:
-    from . import cpu as _cpu
-    from .triton import autograd as _triton
-else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton.autograd")
-
 _SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, 1, 3, 3)"
-_SAMPLE = 2**18  # elements
 
 
 def _check(call: Any) -> None:
     x = call.x
-    checks.check_float_tensor("x", x, _SHAPE)
-    checks.check_rank("x", x, 3, _SHAPE)
+    checks.check_dimensions("x", x, 3, _SHAPE)
     if not x.shape[2]:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected {_SHAPE} with at least one channel")
     check_whole_grid(call.grid, x)
@@ -46,8 +38,7 @@ def check_whole_grid(grid: tuple[int, int], x: Tensor) -> None:
 def check_depthwise(prefix: str, weight: Tensor, bias: Tensor | None, x: Tensor, channels: int) -> None:
     """Raises TypeError or ValueError for a wrong 3×3 convolution; ``prefix`` begins the argument's name."""
     checks.check_tensor_like(f"{prefix}weight", weight, (channels, 1, 3, 3), _WEIGHT, x)
-    if bias is not None:
-        checks.check_tensor_like(f"{prefix}bias", bias, (channels,), "(channels,)", x)
+    checks.check_vector(f"{prefix}bias", bias, channels, x)
 
 
 def _cost_class(call: Record) -> str:
@@ -59,17 +50,13 @@ def _cost_class(call: Record) -> str:
     return words + ("" if call.x.is_contiguous() else ", strided")
 
 
-def _sample(factor: int, call: Record) -> Record:
-    return first_images(call, images_within(_SAMPLE * factor, call.x.shape[0], call.x.numel()), "x")
-
-
 @operator(
     backends={
-        "triton": triton_kernels(_triton.depthwise_conv_gelu, _triton.why_unsupported),
-        "cpu": extension_kernels(_cpu.depthwise_conv_gelu),
+        "triton": triton_kernels("triton.autograd"),
+        "cpu": extension_kernels("cpu", None),
     },
     cost_class=_cost_class,
-    sample=_sample,
+    sample=sampled(2**18, "x"),
     check=_check,
 )
 def depthwise_conv_gelu(

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, modes, reference
-from ...backends import Implementation, Record, lazy
+from ...backends import Record
 from ...declaration import extension_kernels, operator
 from ...records import GeluVariant, Norm
 from ..cost_classes import gelu_words, sampled, size_class
-
-if TYPE_CHECKING:
-    from . import extension as _extension
-else:
-    (_extension,) = lazy(__name__, "extension")
 
 #: Names of the GELU variants; see :func:`gelu`.
 GELU_VARIANTS = get_args(GeluVariant)
@@ -41,15 +35,6 @@ def _why_norm_unsupported(call: Record) -> str | None:
     return _why_gelu_unsupported(call)
 
 
-def _backends(
-    function: Callable[[Record], Any], why_cuda_unsupported: Callable[[Record], str | None]
-) -> dict[str, Implementation]:
-    return {
-        "cuda": extension_kernels(function, why_cuda_unsupported, device_type="cuda"),
-        "cpu": extension_kernels(function),
-    }
-
-
 def _cost_class(call: Record) -> str:
     x, given = call[0], call._asdict()
     words = f"{gelu_words(given['approximate'])}, " if "approximate" in given else ""
@@ -65,7 +50,11 @@ def _cost_class(call: Record) -> str:
     return words + ("" if x.is_contiguous() else ", strided")
 
 
+_CPU = extension_kernels("extension", None)
+_CUDA = extension_kernels("extension", _why_norm_unsupported, device_type="cuda")
+_CUDA_GELU = extension_kernels("extension", _why_gelu_unsupported, device_type="cuda")
 _OF_ALL: dict[str, Any] = {
+    "backends": {"cuda": _CUDA, "cpu": _CPU},
     "cost_class": _cost_class,
     "sample": sampled(2**18, "x", "residual"),
     "fused_by_compiler": True,
@@ -78,9 +67,7 @@ def _check_layer_norm(call: Any) -> None:
         checks.check_float_dtype("dtype", call.dtype)
 
 
-@operator(
-    backends=_backends(_extension.layer_norm, _why_norm_unsupported), check=_check_layer_norm, **_OF_ALL
-)
+@operator(check=_check_layer_norm, **_OF_ALL)
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -141,11 +128,7 @@ def _check_add_layer_norm(call: Any) -> None:
         checks.check_float_dtype("dtype", call.dtype)
 
 
-@operator(
-    backends=_backends(_extension.add_layer_norm, _why_norm_unsupported),
-    check=_check_add_layer_norm,
-    **_OF_ALL,
-)
+@operator(check=_check_add_layer_norm, **_OF_ALL)
 def add_layer_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -186,7 +169,7 @@ def _check_gelu(call: Any) -> None:
         checks.check_tensor_like("bias", call.bias, call.x.shape[-1:], "(channels,)", call.x)
 
 
-@operator(backends=_backends(_extension.gelu, _why_gelu_unsupported), check=_check_gelu, **_OF_ALL)
+@operator(check=_check_gelu, **_OF_ALL | {"backends": {"cuda": _CUDA_GELU, "cpu": _CPU}})
 def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: GeluVariant = "none") -> Tensor:
     """Computes GELU (Hendrycks and Gimpel 2016) of x + bias, exactly or approximated.
 
@@ -215,11 +198,7 @@ def _check_layer_norm_gelu(call: Any) -> None:
     check_approximate(call.approximate)
 
 
-@operator(
-    backends=_backends(_extension.layer_norm_gelu, _why_norm_unsupported),
-    check=_check_layer_norm_gelu,
-    **_OF_ALL,
-)
+@operator(check=_check_layer_norm_gelu, **_OF_ALL)
 def layer_norm_gelu(
     x: Tensor,
     weight: Tensor | None = None,
@@ -258,20 +237,16 @@ def check_layer_norm(
 ) -> None:
     """Raises TypeError or ValueError for wrong arguments of a LayerNorm; ``prefix`` begins their names."""
     check_rows(x)
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            checks.check_tensor_like(prefix + name, tensor, x.shape[-1:], "(channels,)", x)
+    for name, vector in (("weight", weight), ("bias", bias)):
+        checks.check_vector(prefix + name, vector, x.shape[-1], x)
     checks.check_positive("eps", eps)
-    if shift is not None:
-        checks.check_tensor_like("shift", shift, x.shape[-1:], "(channels,)", x, (torch.float32,))
+    checks.check_vector("shift", shift, x.shape[-1], x, also=(torch.float32,))
 
 
 def check_norm(name: str, norm: Norm, x: Tensor) -> None:
     """Raises TypeError or ValueError for wrong parameters of a LayerNorm of tokens x (B, T, C)."""
     for field in ("weight", "bias"):
-        vector = getattr(norm, field)
-        if vector is not None:
-            checks.check_tensor_like(f"{name}.{field}", vector, (x.shape[2],), "(channels,)", x)
+        checks.check_vector(f"{name}.{field}", getattr(norm, field), x.shape[2], x)
     checks.check_positive(f"{name}.eps", norm.eps)
 
 

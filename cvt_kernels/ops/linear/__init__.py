@@ -17,28 +17,20 @@ Elsewhere, and where the cache entry says so, they run the separate operators on
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import checks, choose, modes, reference
-from ...backends import Implementation, Record, lazy
+from ...backends import Implementation, Record
 from ...declaration import gluon_kernels, operator, triton_kernels
 from ...records import GeluVariant
 from ..autograd import check_inplace
-from ..cost_classes import first_images, gelu_words, images_within, rows_of, size_class
+from ..cost_classes import gelu_words, rows_of, sampled, size_class
 from ..layer_norm_gelu import add_layer_norm, check_approximate, check_layer_norm, gelu, layer_norm
 from . import primitives
-
-if TYPE_CHECKING:
-    from . import gluon as _gluon
-    from .triton import autograd as _triton
-else:
-    _gluon, _triton = lazy(__name__, "gluon", "triton.autograd")
-
-_SAMPLE = 2**25  # products of two numbers
 
 
 def _check_plain(call: Any) -> None:
@@ -89,14 +81,9 @@ def _cost_class_of_fused(call: Record) -> str:
     return words + ("" if call.x.is_contiguous() else ", strided")
 
 
-def _sample(factor: int, call: Record) -> Record:
-    x = call.x
-    if x.ndim < 2:
-        return call._replace(residual=call.residual.clone()) if getattr(call, "inplace", False) else call
-    images = images_within(_SAMPLE * factor, x.shape[0], x.numel() * call.weight.shape[0])
-    fields = [name for name in ("x", "residual", "scale") if name in call._fields]
-    copied = "residual" if getattr(call, "inplace", False) else None
-    return first_images(call, images, *fields, copied=copied)
+_sample = sampled(
+    2**25, "x", "residual", "scale", times=lambda call: call.weight.shape[0], written="residual"
+)  # products of two numbers
 
 
 @operator(
@@ -107,7 +94,7 @@ def _sample(factor: int, call: Record) -> Record:
         "float32": Implementation(
             primitives.by_float32, ("cpu",), why_unsupported=primitives.why_float32_unsupported
         ),
-        "triton": triton_kernels(_triton.linear, _triton.why_linear_unsupported, is_partial=True),
+        "triton": triton_kernels("triton.autograd", "why_linear_unsupported", is_partial=True),
     },
     cost_class=_cost_class_of_linear,
     sample=_sample,
@@ -167,33 +154,12 @@ _PLAIN = (Tensor, nn.Parameter)
 # The composition of other operators -----------------------------------------------------------------------
 
 
-def _may_be_ours(operator: str, x: Tensor) -> bool:
-    return x.is_cuda or choose.may_be_ours(operator, x.device.type)
-
-
 def _compose_gelu(call: Record) -> Tensor:
-    x, weight, bias, _ = call
-    compose = _bias_gelu_of_linear if _takes_bias(x, weight, bias) else _gelu_of_linear
-    return compose(call)
-
-
-def _takes_bias(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Returns whether GELU adds the bias instead of the product, which pays only with a fused kernel.
-
-    A matrix product adds its bias for free.
-    """
+    """Computes ``linear_gelu``; a fused GELU adds the bias, which else is free in a matrix product."""
+    x, weight, bias, approximate = call
     gradient = modes.wants_gradient(x, weight, bias)
-    return bias is not None and choose.may_be_ours("gelu", x.device.type, gradient=gradient)
-
-
-def _gelu_of_linear(call: Record) -> Tensor:
-    x, weight, bias, approximate = call
-    return gelu(linear(x, weight, bias), approximate=approximate)
-
-
-def _bias_gelu_of_linear(call: Record) -> Tensor:
-    x, weight, bias, approximate = call
-    assert bias is not None
+    if bias is None or not choose.may_be_ours("gelu", x.device.type, gradient=gradient):
+        return gelu(linear(x, weight, bias), approximate=approximate)
     product = linear(x, weight)
     if bias.dtype != product.dtype:  # autocast casts the product to half precision, but not the bias
         bias = bias.to(product.dtype)
@@ -239,20 +205,13 @@ def _check_linear_gelu(call: Any) -> None:
     check_approximate(call.approximate)
 
 
-def _gelu_composition(call: Any) -> Callable[..., Tensor] | None:
-    if _may_be_ours("linear_gelu", call.x):
-        return None
-    return _bias_gelu_of_linear if _takes_bias(call.x, call.weight, call.bias) else _gelu_of_linear
-
-
 @operator(
     backends={
-        "gluon": gluon_kernels(_gluon.linear_gelu, _gluon.why_unsupported),
-        "triton": triton_kernels(_triton.linear_gelu, _triton.why_unsupported),
-        "composed": Implementation(_compose_gelu, ("cuda",)),
+        "gluon": gluon_kernels("gluon"),
+        "triton": triton_kernels("triton.autograd"),
     },
     check=_check_linear_gelu,
-    composition=_gelu_composition,
+    composed=_compose_gelu,
     **_OF_FUSED,
 )
 def linear_gelu(
@@ -308,12 +267,11 @@ def check_factors(scale: Tensor | None, scales_sum: bool, x: Tensor) -> None:
 
 @operator(
     backends={
-        "gluon": gluon_kernels(_gluon.linear_add, _gluon.why_unsupported),
-        "triton": triton_kernels(_triton.linear_add, _triton.why_unsupported),
-        "composed": Implementation(_compose_add, ("cuda",)),
+        "gluon": gluon_kernels("gluon"),
+        "triton": triton_kernels("triton.autograd"),
     },
     check=_check_scaled_sum,
-    composition=lambda call: None if _may_be_ours("linear_add", call.x) else _compose_add,
+    composed=_compose_add,
     **_OF_FUSED,
 )
 def linear_add(
@@ -362,14 +320,9 @@ def _check_linear_add_layer_norm(call: Any) -> None:
 
 
 @operator(
-    backends={
-        "triton": triton_kernels(_triton.linear_add_layer_norm, _triton.why_unsupported),
-        "composed": Implementation(_compose_add_layer_norm, ("cuda",)),
-    },
+    backends={"triton": triton_kernels("triton.autograd")},
     check=_check_linear_add_layer_norm,
-    composition=lambda call: (
-        None if _may_be_ours("linear_add_layer_norm", call.x) else _compose_add_layer_norm
-    ),
+    composed=_compose_add_layer_norm,
     **_OF_FUSED,
 )
 def linear_add_layer_norm(
@@ -418,9 +371,7 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, name: str = "")
     checks.check_float_tensor("x", x, "(..., inputs)")
     if x.ndim == 0:
         raise ValueError("x: got a scalar, expected (..., inputs)")
-    checks.check_float_tensor(weight_name, weight, "(outputs, inputs)")
-    checks.check_rank(weight_name, weight, 2, "(outputs, inputs)")
+    checks.check_dimensions(weight_name, weight, 2, "(outputs, inputs)")
     checks.check_shape(weight_name, weight, (weight.shape[0], x.shape[-1]), "(outputs, inputs)")
     checks.check_like(weight_name, weight, "x", x)
-    if bias is not None:
-        checks.check_tensor_like(bias_name, bias, weight.shape[:1], "(outputs,)", x)
+    checks.check_vector(bias_name, bias, weight.shape[0], x, "(outputs,)")

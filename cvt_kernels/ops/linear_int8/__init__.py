@@ -6,30 +6,22 @@ only: rounding has no gradient.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, modes, reference
-from ...backends import Implementation, Record, lazy
+from ...backends import Implementation, Record
 from ...declaration import extension_kernels, operator, triton_kernels
 from ...records import LEAST, LIMITS, GeluVariant, QuantizedRows
-from ..cost_classes import first_images, gelu_words, images_within, rows_of, sampled, size_class
+from ..cost_classes import gelu_words, rows_of, sampled, size_class
 from ..layer_norm_gelu import check_approximate, check_layer_norm, check_rows
 from . import primitives
 
-if TYPE_CHECKING:
-    from . import cpu as _cpu
-    from .triton import operator as _triton
-else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton.operator")
-
 #: The most inputs of a linear layer whose sums of products fit into 32 bits.
 MOST_INPUTS = 2**16
-
-_SAMPLE = 2**25  # products of two numbers
 
 
 def _cost_class_of_rows(call: Record) -> str:
@@ -41,14 +33,11 @@ def _cost_class_of_rows(call: Record) -> str:
     return words + ("" if x.is_contiguous() else ", strided")
 
 
-def _backends(by_triton: Any, by_cpu: Any) -> dict[str, Implementation]:
-    return {
-        "triton": triton_kernels(by_triton, _triton.why_rows_unsupported),
-        "cpu": extension_kernels(by_cpu, _cpu.why_rows_unsupported),
-    }
-
-
 _OF_ROWS: dict[str, Any] = {
+    "backends": {
+        "triton": triton_kernels("triton.operator", "why_rows_unsupported"),
+        "cpu": extension_kernels("cpu", "why_rows_unsupported"),
+    },
     "cost_class": _cost_class_of_rows,
     "sample": sampled(2**18, "x"),
 }
@@ -59,9 +48,7 @@ def _check_quantize_rows(call: Any) -> None:
     _check_no_gradient(call.x)
 
 
-@operator(
-    backends=_backends(_triton.quantize_rows, _cpu.quantize_rows), check=_check_quantize_rows, **_OF_ROWS
-)
+@operator(check=_check_quantize_rows, **_OF_ROWS)
 def quantize_rows(x: Tensor, *, dtype: torch.dtype = torch.int8) -> QuantizedRows:
     """Rounds rows to 8-bit numbers: x ≈ values · scales, where a scale is the row's largest magnitude / 127.
 
@@ -99,11 +86,7 @@ def _check_layer_norm_quantize(call: Any) -> None:
     _check_no_gradient(call.x, call.weight, call.bias, call.shift)
 
 
-@operator(
-    backends=_backends(_triton.layer_norm_quantize, _cpu.layer_norm_quantize),
-    check=_check_layer_norm_quantize,
-    **_OF_ROWS,
-)
+@operator(check=_check_layer_norm_quantize, **_OF_ROWS)
 def layer_norm_quantize(
     x: Tensor,
     weight: Tensor | None = None,
@@ -140,14 +123,11 @@ def layer_norm_quantize(
 def _check_gelu_quantize(call: Any) -> None:
     _check_rows(call.x, call.dtype)
     check_approximate(call.approximate)
-    if call.bias is not None:
-        checks.check_tensor_like("bias", call.bias, call.x.shape[-1:], "(channels,)", call.x)
+    checks.check_vector("bias", call.bias, call.x.shape[-1], call.x)
     _check_no_gradient(call.x, call.bias)
 
 
-@operator(
-    backends=_backends(_triton.gelu_quantize, _cpu.gelu_quantize), check=_check_gelu_quantize, **_OF_ROWS
-)
+@operator(check=_check_gelu_quantize, **_OF_ROWS)
 def gelu_quantize(
     x: Tensor,
     bias: Tensor | None = None,
@@ -225,9 +205,8 @@ def _check_linear_int8(call: Any) -> None:
     x = call.x
     _check_input(x, call.x_scales, call.weight)
     check_weight(call.weight, call.weight_scale, x)
-    if call.bias is not None:
-        also = torch.float32, call.dtype
-        checks.check_tensor_like("bias", call.bias, call.weight.shape[:1], "(outputs,)", x, also)
+    also = torch.float32, call.dtype
+    checks.check_vector("bias", call.bias, call.weight.shape[0], x, "(outputs,)", also)
     if call.approximate is not None:
         check_approximate(call.approximate)
     if call.residual is not None:
@@ -270,14 +249,6 @@ def _cost_class(call: Record) -> str:
     return words + ("" if call.residual is None else ", added")
 
 
-def _sample(factor: int, call: Record) -> Record:
-    x = call.x
-    if x.ndim < 2:
-        return call
-    images = images_within(_SAMPLE * factor, x.shape[0], x.numel() * call.weight.shape[0])
-    return first_images(call, images, "x", "x_scales", "residual")
-
-
 #: As many products of int8 are summed exactly in float32: 2^24 / 127², rounded down to a power of two.
 _EXACT = 1024
 
@@ -296,7 +267,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
 @operator(
     name="linear_int8",
     backends={
-        "cpu": extension_kernels(_cpu.linear_int8, _cpu.why_unsupported),
+        "cpu": extension_kernels("cpu"),
         "int_mm": Implementation(
             primitives.by_int_mm, ("cuda",), why_unsupported=primitives.why_int_mm_unsupported
         ),
@@ -308,7 +279,7 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
         ),
     },
     cost_class=_cost_class,
-    sample=_sample,
+    sample=sampled(2**25, "x", "x_scales", "residual", times=lambda call: call.weight.shape[0]),
     exact=_exact,
     unrounded=_unrounded,
     check=_check_linear_int8,

@@ -6,24 +6,17 @@ training: of the hidden features it keeps GELU's input only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from ... import checks, choose, reference
-from ...backends import Implementation, Record, lazy
+from ... import checks, reference
+from ...backends import Record
 from ...declaration import operator, triton_kernels
 from ...records import GeluVariant
-from ..cost_classes import first_images, gelu_words, images_within, rows_of, sampled, size_class
+from ..cost_classes import gelu_words, rows_of, sampled, size_class
 from ..layer_norm_gelu import check_approximate, check_layer_norm, layer_norm
 from ..linear import check_factors, check_linear, linear_add, linear_gelu
-
-if TYPE_CHECKING:
-    from .triton import forward as _triton
-    from .triton import training as _training
-else:
-    _triton, _training = lazy(__name__, "triton.forward", "triton.training")
 
 
 def _check(call: Any) -> None:
@@ -35,14 +28,8 @@ def _check_layers(call: Any) -> None:
     check_linear(call.x, call.fc1_weight, call.fc1_bias, name="fc1")
     x, channels, hidden = call.x, call.x.shape[-1], call.fc1_weight.shape[0]
     checks.check_tensor_like("fc2_weight", call.fc2_weight, (channels, hidden), "(channels, hidden)", x)
-    if call.fc2_bias is not None:
-        checks.check_tensor_like("fc2_bias", call.fc2_bias, (channels,), "(channels,)", x)
+    checks.check_vector("fc2_bias", call.fc2_bias, channels, x)
     check_approximate(call.approximate)
-
-
-def _composition(call: Any) -> Callable[..., Tensor] | None:
-    x = call.x
-    return None if x.is_cuda or choose.may_be_ours("layer_norm_mlp", x.device.type) else _compose
 
 
 def _compose(call: Record) -> Tensor:
@@ -59,14 +46,11 @@ def _cost_class(call: Record) -> str:
 
 
 @operator(
-    backends={
-        "triton": triton_kernels(_triton.layer_norm_mlp, _triton.why_unsupported),
-        "composed": Implementation(_compose, ("cuda",)),
-    },
+    backends={"triton": triton_kernels("triton.forward")},
     cost_class=_cost_class,
     sample=sampled(2**18, "x"),
     check=_check,
-    composition=_composition,
+    composed=_compose,
 )
 def layer_norm_mlp(
     x: Tensor,
@@ -129,23 +113,12 @@ def _cost_class_of_sum(call: Record) -> str:
     return words + (", with the sum" if call.scales_sum else "")
 
 
-def _sample_of_sum(factor: int, call: Record) -> Record:
-    x, hidden = call.x, call.fc1_weight.shape[0]
-    if x.ndim < 2:
-        return call
-    images = images_within(2**25 * factor, x.shape[0], x.numel() * hidden)
-    return first_images(call, images, "x", "residual", "scale")
-
-
 @operator(
-    backends={
-        "triton": triton_kernels(_training.mlp_add, _training.why_unsupported, is_partial=True),
-        "composed": Implementation(_compose_sum, ("cuda",)),
-    },
+    backends={"triton": triton_kernels("triton.training", is_partial=True)},
     cost_class=_cost_class_of_sum,
-    sample=_sample_of_sum,
+    sample=sampled(2**25, "x", "residual", "scale", times=lambda call: call.fc1_weight.shape[0]),
     check=_check_sum,
-    composition=lambda call: None if call.x.is_cuda or choose.may_be_ours("mlp_add", "cpu") else _compose_sum,
+    composed=_compose_sum,
 )
 def mlp_add(
     x: Tensor,

@@ -2,67 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from ... import checks, choose, modes, reference
-from ...backends import Implementation, Record, lazy
+from ... import checks, modes, reference
+from ...backends import Record
 from ...declaration import operator, triton_kernels
 from ..conv_embedding import conv_embedding
 from ..conv_linear import WeightAndBias, check_linears
-from ..cost_classes import first_images, images_within, size_class
+from ..cost_classes import sampled, size_class
 from ..depthwise_conv_gelu import check_whole_grid
 from ..linear import linear
 
-if TYPE_CHECKING:
-    from . import triton as _triton
-else:
-    (_triton,) = lazy(__name__, "triton")
-
-_SAMPLE = 2**18  # elements
 _SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, channels, k, k)"
-
-
-def _with_tuple(call: Any) -> Any:
-    if type(call.linears) is tuple:
-        return call
-    return call._replace(
-        linears=checks.as_tuple("linears", call.linears, "a sequence of pairs (weight, bias)")
-    )
 
 
 def _check(call: Any) -> None:
     x, grid, weight = call.x, call.grid, call.weight
-    checks.check_float_tensor("x", x, _SHAPE)
-    checks.check_rank("x", x, 3, _SHAPE)
+    checks.check_dimensions("x", x, 3, _SHAPE)
     channels = x.shape[2]
     if not channels:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected {_SHAPE} with at least one channel")
     check_whole_grid(grid, x)
-    checks.check_float_tensor("weight", weight, _WEIGHT)
-    checks.check_rank("weight", weight, 4, _WEIGHT)
+    checks.check_dimensions("weight", weight, 4, _WEIGHT)
     ratio = weight.shape[3]
     checks.check_tensor_like("weight", weight, (channels, channels, ratio, ratio), _WEIGHT, x)
     if ratio < 1:
         raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected a kernel of at least one pixel")
     for name in ("bias", "norm_weight", "norm_bias"):
-        vector = getattr(call, name)
-        if vector is not None:
-            checks.check_tensor_like(name, vector, (channels,), "(channels,)", x)
+        checks.check_vector(name, getattr(call, name), channels, x)
     checks.check_positive("eps", call.eps)
     if not call.linears:
         raise ValueError("linears: got none, expected at least one pair (weight, bias)")
     check_linears(x, call.linears)
     if any(modes.is_known(size < ratio) for size in grid):
         raise ValueError(f"grid: got {grid[0]}×{grid[1]}, expected at least {ratio}×{ratio}, the kernel")
-
-
-def _composition(call: Any) -> Callable[..., tuple[Tensor, ...]] | None:
-    x = call.x
-    return None if x.is_cuda or choose.may_be_ours("reduction_linear", x.device.type) else _compose
 
 
 def _compose(call: Record) -> tuple[Tensor, ...]:
@@ -82,21 +59,13 @@ def _cost_class(call: Record) -> str:
     return words + ("" if call.x.is_contiguous() else ", strided")
 
 
-def _sample(factor: int, call: Record) -> Record:
-    x = call.x
-    return first_images(call, images_within(_SAMPLE * factor, x.shape[0], x.numel()), "x")
-
-
 @operator(
-    backends={
-        "triton": triton_kernels(_triton.reduction_linear, _triton.why_unsupported),
-        "composed": Implementation(_compose, ("cuda",)),
-    },
+    backends={"triton": triton_kernels("triton")},
     cost_class=_cost_class,
-    sample=_sample,
-    arguments=_with_tuple,
+    sample=sampled(2**18, "x"),
+    sequences={"linears": "a sequence of pairs (weight, bias)"},
     check=_check,
-    composition=_composition,
+    composed=_compose,
 )
 def reduction_linear(
     x: Tensor,

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, modes
-from ...backends import Record, lazy
+from ...backends import Record
 from ...declaration import extension_kernels, operator, triton_kernels
 from ..cost_classes import first_images, images_within, size_class
-
-if TYPE_CHECKING:
-    from . import cpu as _cpu
-    from .triton import forward as _triton
-else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton.forward")
 
 _SHAPE = "(batch, classes, height, width)"
 _SAMPLE = 2**18  # numbers of the resized logits
 
 
 def _check(call: Any) -> None:
-    checks.check_float_tensor("logits", call.logits, _SHAPE)
-    checks.check_rank("logits", call.logits, 4, _SHAPE)
+    checks.check_dimensions("logits", call.logits, 4, _SHAPE)
     if 0 in call.logits.shape[1:]:
         raise ValueError(f"logits: got shape {tuple(call.logits.shape)}, expected classes and pixels")
     checks.check_grid("size", call.size)
@@ -60,8 +53,8 @@ def _score(call: Record, outputs: list[Tensor]) -> list[Tensor]:
 
 @operator(
     backends={
-        "triton": triton_kernels(_triton.resized_argmax, _triton.why_unsupported),
-        "cpu": extension_kernels(_cpu.resized_argmax, _cpu.why_unsupported),
+        "triton": triton_kernels("triton.forward"),
+        "cpu": extension_kernels("cpu"),
     },
     cost_class=_cost_class,
     sample=_sample,

@@ -6,25 +6,19 @@ They are for blocks that compute only some of the tokens. ``rows`` has their ind
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks
-from ...backends import Record, lazy
+from ...backends import Record
 from ...declaration import extension_kernels, operator
 from ..autograd import check_inplace
-from ..cost_classes import first_images, images_within, size_class
-
-if TYPE_CHECKING:
-    from . import cpu as _cpu
-else:
-    (_cpu,) = lazy(__name__, "cpu")
+from ..cost_classes import sampled, size_class
 
 _TOKENS, _INDEX, _ROWS = "(batch, tokens, channels)", "(batch, rows)", "(batch, rows, channels)"
-_SAMPLE = 2**18  # elements
 
 
 def _cost_class(call: Record) -> str:
@@ -44,9 +38,7 @@ def _cost_class(call: Record) -> str:
 
 def _sample(factor: int, call: Record) -> Record:
     _check_unique(call.rows, call.x.shape[1])
-    images = images_within(_SAMPLE * factor, call.x.shape[0], call.x.numel())
-    fields = [name for name in ("x", "rows", "values", "branch") if name in call._fields]
-    return first_images(call, images, *fields, copied="x" if getattr(call, "inplace", False) else None)
+    return sampled(2**18, "x", "rows", "values", "branch", written="x")(factor, call)
 
 
 def _check_unique(rows: Tensor, tokens: int) -> None:
@@ -59,6 +51,7 @@ def _check_unique(rows: Tensor, tokens: int) -> None:
 
 
 _OF_ROWS: dict[str, Any] = {
+    "backends": {"cpu": extension_kernels("cpu", None)},
     "cost_class": _cost_class,
     "sample": _sample,
 }
@@ -68,13 +61,8 @@ def _check_values(call: Any) -> None:
     checks.check_row_values("rows", call.rows, call.x.shape[1])
 
 
-def _check_gather_rows(call: Any) -> None:
-    _check_index(call.x, call.rows)
-
-
 @operator(
-    backends={"cpu": extension_kernels(_cpu.gather_rows)},
-    check=_check_gather_rows,
+    check=lambda call: _check_index(call.x, call.rows),
     check_numbers=("rows", _check_values),
     **_OF_ROWS,
 )
@@ -116,7 +104,6 @@ def _check_places(call: Any) -> None:
 
 
 @operator(
-    backends={"cpu": extension_kernels(_cpu.scatter_rows)},
     check=_check_scatter_rows,
     check_numbers=("rows", _check_places),
     **_OF_ROWS,
@@ -154,8 +141,7 @@ def scatter_rows(
 
 
 def _check_index(x: Tensor, rows: Tensor) -> None:
-    checks.check_float_tensor("x", x, _TOKENS)
-    checks.check_rank("x", x, 3, _TOKENS)
+    checks.check_dimensions("x", x, 3, _TOKENS)
     if x.shape[1] == 0 or x.shape[2] == 0:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected tokens and channels")
     checks.check_dtype("rows", rows, _INDEX, torch.int64)

@@ -3,37 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks
-from ...backends import Record, lazy
+from ...backends import Record
 from ...declaration import extension_kernels, operator, triton_kernels
 from ..cost_classes import first_images, images_within, size_class
-
-if TYPE_CHECKING:
-    from . import cpu as _cpu
-    from .triton import forward as _triton
-else:
-    _cpu, _triton = lazy(__name__, "cpu", "triton.forward")
 
 _MAP, _WEIGHT, _CLASSIFIER = "(batch, C, height, width)", "(channels, C)", "(classes, channels)"
 _SAMPLE = 2**16  # numbers of the sum
 
 
-def _with_tuples(call: Any) -> Any:
-    if type(call.others) is tuple:
-        return call
-    return call._replace(others=checks.as_tuple("others", call.others, "a sequence of pairs (map, weight)"))
-
-
 def _check(call: Any) -> None:
     x, weight, bias, others, classifier_weight, classifier_bias = call
     _check_map("x", x, x)
-    checks.check_float_tensor("weight", weight, _WEIGHT)
-    checks.check_rank("weight", weight, 2, _WEIGHT)
+    checks.check_dimensions("weight", weight, 2, _WEIGHT)
     channels = weight.shape[0]
     _check_product("weight", weight, x, channels)
     for i, pair in enumerate(others):
@@ -42,21 +29,17 @@ def _check(call: Any) -> None:
             raise TypeError(f"{name}: got {checks.shown(pair)}, expected a pair (map, weight)")
         _check_map(name, pair[0], x)
         _check_product(f"the weight of {name}", pair[1], pair[0], channels)
-    checks.check_float_tensor("classifier_weight", classifier_weight, _CLASSIFIER)
-    checks.check_rank("classifier_weight", classifier_weight, 2, _CLASSIFIER)
+    checks.check_dimensions("classifier_weight", classifier_weight, 2, _CLASSIFIER)
     classes = classifier_weight.shape[0]
     checks.check_tensor_like("classifier_weight", classifier_weight, (classes, channels), _CLASSIFIER, x)
     if channels < 1 or classes < 1:
         raise ValueError(f"classifier_weight: got shape {classes, channels}, expected classes and channels")
-    if bias is not None:
-        checks.check_tensor_like("bias", bias, (channels,), "(channels,)", x, (), "x")
-    if classifier_bias is not None:
-        checks.check_tensor_like("classifier_bias", classifier_bias, (classes,), "(classes,)", x)
+    checks.check_vector("bias", bias, channels, x)
+    checks.check_vector("classifier_bias", classifier_bias, classes, x, "(classes,)")
 
 
 def _check_map(name: str, image: Tensor, x: Tensor) -> None:
-    checks.check_float_tensor(name, image, _MAP)
-    checks.check_rank(name, image, 4, _MAP)
+    checks.check_dimensions(name, image, 4, _MAP)
     if image.shape[0] != x.shape[0] or 0 in image.shape[1:]:
         raise ValueError(f"{name}: got shape {tuple(image.shape)}, expected {_MAP} of {x.shape[0]} images")
     checks.check_like(name, image, "x", x)
@@ -86,13 +69,13 @@ def _sample(factor: int, call: Record) -> Record:
 
 @operator(
     backends={
-        "triton": triton_kernels(_triton.segmentation_head, _triton.why_unsupported),
-        "cpu": extension_kernels(_cpu.segmentation_head, _cpu.why_unsupported),
+        "triton": triton_kernels("triton.forward"),
+        "cpu": extension_kernels("cpu"),
     },
     cost_class=_cost_class,
     sample=_sample,
     check=_check,
-    arguments=_with_tuples,
+    sequences={"others": "a sequence of pairs (map, weight)"},
 )
 def segmentation_head(
     x: Tensor,

@@ -7,24 +7,19 @@ operators of this package one after the other, each with its own cache entry.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ... import checks, reference
-from ...backends import Implementation, Record, lazy
+from ...backends import Implementation, Record
 from ...declaration import extension_kernels, operator
 from ...records import AnyLinear, Linear, Pool, Reduction, TransformerBlock
 from ..conv_projection import geometry_of
 from ..cost_classes import first_images, gelu_words, images_within, scores_within, size_class
 from . import checking, composed
-
-if TYPE_CHECKING:
-    from . import cpu as _cpu
-else:
-    (_cpu,) = lazy(__name__, "cpu")
 
 _SAMPLE = 2**17  # elements
 _NAMES = ("q", "k", "v", "proj", "fc1", "fc2")  # of the linear layers
@@ -146,7 +141,7 @@ def transformer_block(
 
 @operator(
     backends={
-        "cpu": extension_kernels(_cpu.transformer_block, _cpu.why_unsupported),
+        "cpu": extension_kernels("cpu"),
         "composed": Implementation(composed.transformer_block, ("cpu", "cuda")),
     },
     cost_class=_cost_class,

@@ -93,8 +93,7 @@ def _check_tokens(x: Tensor, grid: tuple[int, int], block: TransformerBlock) -> 
         check_arguments(x, grid, block.convs, training=False)
         _check_grids(grid, block.convs)
     else:
-        checks.check_float_tensor("x", x, _SHAPE)
-        checks.check_rank("x", x, 3, _SHAPE)
+        checks.check_dimensions("x", x, 3, _SHAPE)
     if block.mix is not None or isinstance(block.reduce, Reduction):
         check_whole_grid(grid, x)
     elif not block.convs:
@@ -200,6 +199,5 @@ def _check_linear(name: str, layer: AnyLinear, inputs: int, x: Tensor, outputs: 
         checks.check_shape(f"{name}.weight", weight, (outputs, inputs), _WEIGHT)
         checks.check_device(f"{name}.weight", weight, "x", x)
         check_scales(f"{name}.weight_scale", layer.weight_scale, x, (outputs,), "(outputs,)")
-    if layer.bias is not None:
-        checks.check_tensor_like(f"{name}.bias", layer.bias, (outputs,), "(outputs,)", x)
+    checks.check_vector(f"{name}.bias", layer.bias, outputs, x, "(outputs,)")
     return outputs

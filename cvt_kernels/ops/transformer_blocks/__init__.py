@@ -9,20 +9,15 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from ... import backends, checks, choose, reference
-from ...backends import Implementation, Record, lazy
+from ... import backends, choose, reference
+from ...backends import Implementation, Record
 from ...declaration import gluon_kernels, operator
 from ...records import TransformerBlock
 from ..transformer_block import checking, composed
-
-if TYPE_CHECKING:
-    from . import gluon as _gluon
-else:
-    (_gluon,) = lazy(__name__, "gluon")
 
 
 def _blocks_of(call: Any) -> list[Record]:
@@ -42,12 +37,6 @@ def _check(call: Any) -> None:
             error = wrong
         if error is not None:
             raise type(error)(re.sub(r"^block\b", f"blocks[{i}]", str(error)))
-
-
-def _with_tuple(call: Any) -> Any:
-    if type(call.blocks) is tuple:
-        return call
-    return call._replace(blocks=checks.as_tuple("blocks", call.blocks, "a sequence of TransformerBlock"))
 
 
 def _cost_class(call: Record) -> str:
@@ -80,13 +69,13 @@ def why_not_in_gluon(x: Tensor, grid: tuple[int, int], block: TransformerBlock) 
 
 @operator(
     backends={
-        "gluon": gluon_kernels(_gluon.transformer_blocks, _gluon.why_unsupported),
+        "gluon": gluon_kernels("gluon"),
         "composed": Implementation(_compose, ("cpu", "cuda")),
     },
     cost_class=_cost_class,
     sample=_sample,
     defaults=("composed", "reference"),
-    arguments=_with_tuple,
+    sequences={"blocks": "a sequence of TransformerBlock"},
     check=_check,
     composition=_composition,
 )

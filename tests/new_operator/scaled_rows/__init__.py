@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from cvt_kernels import checks
-from cvt_kernels.backends import lazy
 from cvt_kernels.declaration import operator, triton_kernels
 from cvt_kernels.ops.cost_classes import rows_of, sampled, size_class
-
-if TYPE_CHECKING:
-    from . import triton as _triton
-else:
-    (_triton,) = lazy(__name__, "triton")
 
 
 def _check(call: Any) -> None:
@@ -29,7 +23,7 @@ def _cost_class(call: Any) -> str:
 
 
 @operator(
-    backends={"triton": triton_kernels(_triton.scaled_rows, _triton.why_unsupported)},
+    backends={"triton": triton_kernels("triton")},
     cost_class=_cost_class,
     sample=sampled(2**18, "x"),
     check=_check,
