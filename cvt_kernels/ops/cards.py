@@ -392,6 +392,9 @@ NORM = {"eps": (1e-5, 1e-12, 1e-3, 1.0), "bare": BOTH}
 TOKENS = {"batch": FEW, "tokens": SIZES, "channels": WIDEST}
 LEADING = {"leading": ("rows", "tokens", "none", "grid"), "rows": (*WIDE, 0), "channels": WIDEST}
 GRID = {"batch": FEW, "height": (1, 2, 3, 4, 5, 7, 8, 9, 14), "width": (1, 2, 3, 4, 5, 7, 8, 9, 17)}
+IMAGE: dict[str, tuple[Any, ...]] = GRID | {
+    "inputs": (1, 2, 3, 5, 8, 17, 64), "channels": WIDE, "bare": BOTH, "channels_last": BOTH,
+}  # fmt: skip
 CONV = {
     "kernel": (1, 2, 3, 4, 5, 7), "stride": (1, 2, 3, 4), "padding": (0, 1, 2, 3), "dilation": (1, 2, 3),
 }  # fmt: skip
@@ -440,6 +443,20 @@ def of_rows(*names: str, **settings: Any) -> dict[str, dict[str, Any]]:
         "tiny": {"rows": 3, "channels": 5} | settings | ({"outputs": 4} if has_outputs else {}),
     }
     return examples | {name: ROWS | settings | worded(name) for name in names}
+
+
+def of_maps(
+    *names: str, odd: str = "", many: str = "", tiny: str = "", **settings: Any
+) -> dict[str, dict[str, Any]]:
+    """Returns the examples of an operator on maps likewise, with other settings of some in words."""
+    examples = {
+        "usual": MAP | settings,
+        "odd": ODD_MAP | settings | worded(odd),
+        "empty": MAP | settings | {"batch": 0},
+        "many": MANY_PIXELS | settings | worded(many),
+        "tiny": TINY_MAP | settings | worded(tiny),
+    }
+    return examples | {name: MAP | settings | worded(name) for name in names}
 
 
 # What a stage of a model calls ----------------------------------------------------------------------------

@@ -10,21 +10,7 @@ import torch
 
 from ...launch.records import Attention
 from ...records import PositionBias
-from ..cards import (
-    ABSENT,
-    BOTH,
-    COMMON,
-    FEW,
-    WIDE,
-    Accesses,
-    Card,
-    Launches,
-    Step,
-    Sweep,
-    Work,
-    bytes_of,
-    matrix,
-)
+from .. import cards
 
 
 def _attention(m: Any) -> Any:
@@ -60,7 +46,7 @@ def _attention(m: Any) -> Any:
     return (q, k, v), {"scale": scale, "bias": bias, "dropout_p": 0.0, "position": position}
 
 
-def _attention_stage(step: Step) -> None:
+def _attention_stage(step: cards.Step) -> None:
     """Runs a CvT block's attention (heads of 64, k and v strided by 2)."""
     grid, heads = step.stage.grid, step.channels // 64
     key_grid = -(-grid[0] // 2), -(-grid[1] // 2)
@@ -69,7 +55,7 @@ def _attention_stage(step: Step) -> None:
     step.call("attention", q, k, v, scale=step.channels**-0.5)
 
 
-def _attention_of_pyramids(step: Step) -> None:
+def _attention_of_pyramids(step: cards.Step) -> None:
     """Runs a pyramid's attention, whose keys and values are reduced tokens."""
     (height, width), heads, reduction = step.stage.grid, step.stage.heads, step.stage.embedding
     if not heads:
@@ -84,7 +70,7 @@ def _attention_of_pyramids(step: Step) -> None:
     step.call("attention", q, k, v)
 
 
-def _attention_work(arguments: dict[str, Any], names: str, products: int) -> Work:
+def _attention_work(arguments: dict[str, Any], names: str, products: int) -> cards.Work:
     """Describes a kernel of attention.
 
     Args:
@@ -95,10 +81,10 @@ def _attention_work(arguments: dict[str, Any], names: str, products: int) -> Wor
     given = {name: arguments.get(f"{name}_ptr") for name in names.split()}
     if not arguments.get("STORE_STATS", True):
         del given["stats"]
-    given = {name: matrix(argument) for name, argument in given.items()}
-    q = matrix(arguments["q_ptr"])
+    given = {name: cards.matrix(argument) for name, argument in given.items()}
+    q = cards.matrix(arguments["q_ptr"])
     is_exact = q.dtype == torch.float32 and arguments["SPEC"].precision == "ieee"
-    return Work(bytes_of(given), 0 if is_exact else 2 * products * q.numel() * arguments["keys"])
+    return cards.Work(cards.bytes_of(given), 0 if is_exact else 2 * products * q.numel() * arguments["keys"])
 
 
 _OF_QUERIES = "q k v dout stats delta"
@@ -110,23 +96,23 @@ def _work(names: str, products: int) -> Any:
     return functools.partial(_attention_work, names=names, products=products)
 
 
-def _sweep(kernel: str, stages: tuple[int, ...]) -> Sweep:
+def _sweep(kernel: str, stages: tuple[int, ...]) -> cards.Sweep:
     """Returns the configurations of a kernel of attention."""
     tiles = {"block_q": (64, 128), "block_kv": (32, 64, 128), "num_warps": (4, 8), "num_stages": (1, 2, 3)}
     name, training = f"attention_{kernel}", kernel.startswith("bwd")
-    return Sweep("attention", stages, name, Attention, tiles, training=training)
+    return cards.Sweep("attention", stages, name, Attention, tiles, training=training)
 
 
 CARDS = {
-    "attention": Card(
+    "attention": cards.Card(
         call=_attention,
-        choices=COMMON
+        choices=cards.COMMON
         | {
-            "batch": FEW,
-            "queries": WIDE,
-            "keys": (*WIDE, 223, 224, 225, 257),
+            "batch": cards.FEW,
+            "queries": cards.WIDE,
+            "keys": (*cards.WIDE, 223, 224, 225, 257),
             "heads": (1, 2, 3),
-            "channels": (*WIDE, 255, 256, 257),
+            "channels": (*cards.WIDE, 255, 256, 257),
             "scale": (None, 0.0, 0.1, -1.0, 10.0, 1e-30),
             "bias": ("none", "full", "matrix", "keys", "heads", "queries"),
             "excluded": ("none", "some", "most", "block", "all"),
@@ -136,8 +122,8 @@ CARDS = {
             "key_height": (1, 2, 3, 4),
             "key_width": (1, 2, 3, 5),
             "stride": (1, 2, 3),
-            "class_token": BOTH,
-            **ABSENT,
+            "class_token": cards.BOTH,
+            **cards.ABSENT,
         },
         examples={
             "usual": {"batch": 2, "queries": 17, "keys": 9, "heads": 2, "channels": 24},
@@ -164,8 +150,8 @@ CARDS = {
         },
         without_gradients=("cpu",),
         stages={
-            "attention": Launches(_attention_stage),
-            "attention_of_pyramids": Launches(_attention_of_pyramids, of_pyramids=True),
+            "attention": cards.Launches(_attention_stage),
+            "attention_of_pyramids": cards.Launches(_attention_of_pyramids, of_pyramids=True),
         },
         work={
             "attention_fwd": _work("q k v out stats", 2),
@@ -175,18 +161,18 @@ CARDS = {
             "attention_bwd_dkdv": _work(f"{_OF_QUERIES} dk dv", 4),
         },
         accesses={
-            "no gradient": Accesses("attention_fwd", "queries=5 keys=3 heads=2 channels=7"),
-            "keys on the chip": Accesses(
+            "no gradient": cards.Accesses("attention_fwd", "queries=5 keys=3 heads=2 channels=7"),
+            "keys on the chip": cards.Accesses(
                 _AT_ONCE, "gradient=all batch=3 queries=37 keys=5 heads=2 channels=7 layout=chunk"
             ),
-            "tiles of keys": Accesses(
+            "tiles of keys": cards.Accesses(
                 f"attention_fwd {_IN_TWO}", "gradient=all queries=67 keys=71 channels=7 dtype=float16"
             ),
-            "keys in a loop": Accesses(
+            "keys in a loop": cards.Accesses(
                 f"attention_fwd_loop {_IN_TWO}",
                 "gradient=all queries=33 keys=67 heads=2 channels=7 layout=chunk",
             ),
-            "last keys apart": Accesses(
+            "last keys apart": cards.Accesses(
                 f"attention_fwd_loop {_IN_TWO}", "gradient=all queries=3 keys=211 channels=7 dtype=float16"
             ),
         },

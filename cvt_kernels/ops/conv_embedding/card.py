@@ -91,18 +91,10 @@ CARDS = {
     "conv_embedding": cards.Card(
         call=_conv_embedding,
         choices=cards.COMMON
-        | cards.GRID
+        | cards.IMAGE
         | cards.NORM
-        | {
-            "inputs": (1, 2, 3, 5, 8, 17, 64),
-            "channels": cards.WIDE,
-            "kernel": (1, 2, 3, 4, 7),
-            "stride": (1, 2, 3, 4),
-            "padding": (0, 1, 2, 3),
-            "class_token": cards.BOTH,
-            "positions": cards.BOTH,
-            "channels_last": cards.BOTH,
-        },
+        | {"kernel": (1, 2, 3, 4, 7), "stride": (1, 2, 3, 4), "padding": (0, 1, 2, 3)}
+        | dict.fromkeys(("class_token", "positions"), cards.BOTH),
         examples={
             "usual": cards.MAP | cards.K3X3 | _ADDED | {"inputs": 5, "stride": 2},
             "odd": cards.ODD_MAP | cards.K3X3 | {"inputs": 1},

@@ -7,21 +7,7 @@ from typing import Any
 import torch
 
 from ...launch.records import ConvLinear
-from ..cards import (
-    COMMON,
-    K3X3,
-    MANY_PIXELS,
-    MAP,
-    ODD_MAP,
-    OUTPUTS,
-    TINY_MAP,
-    Card,
-    Launches,
-    Step,
-    Sweep,
-    Work,
-    bytes_of,
-)
+from .. import cards
 from ..conv_projection.card import PROJECTION, _conv_projection, conv_batch_norm
 
 
@@ -30,47 +16,47 @@ def _conv_linear(m: Any) -> Any:
     return (x, grid, convs, tuple(tuple(m.linear(m.outputs, m.channels)) for _ in convs)), {}
 
 
-def _conv_linear_stage(step: Step) -> None:
+def _conv_linear_stage(step: cards.Step) -> None:
     """Runs a CvT block's projection with its linear layers."""
     convs = [conv_batch_norm(step, stride) for stride in (1, 2, 2)]
     linears = [(step.tensor(step.channels, step.channels), step.tensor(step.channels)) for _ in convs]
     step.call("conv_linear", step.x(), step.stage.grid, convs, linears)
 
 
-def _conv_linear_work(arguments: dict[str, Any]) -> Work:
+def _conv_linear_work(arguments: dict[str, Any]) -> cards.Work:
     x, outs, spec = arguments["x_ptr"], arguments["y_ptrs"], arguments["SPEC"]
     is_exact = x.dtype == torch.float32 and spec.precision == "ieee"
     flops = 0 if is_exact else 2 * x.shape[2] * sum(out.numel() for out in outs)
-    return Work(bytes_of(x, outs, arguments["linear_ptrs"]), flops)
+    return cards.Work(cards.bytes_of(x, outs, arguments["linear_ptrs"]), flops)
 
 
-def _conv_linear_few_work(arguments: dict[str, Any]) -> Work:
+def _conv_linear_few_work(arguments: dict[str, Any]) -> cards.Work:
     batch, height, width = (arguments[name] for name in ("batch", "height", "width"))
     few, x = arguments["FEW"], arguments["x_ptr"]
     grids = [(-(-height // stride), -(-width // stride)) for stride in arguments["STRIDES"]]
     rows = sum(batch * (h * w + few.class_token) for h, w in grids)
-    size = bytes_of(x, arguments["w_ptr"]) + rows * few.outputs * x.element_size()
-    size += bytes_of(arguments["statistics_ptr"]) if few.norm_width else 0
-    return Work(size, 2 * rows * few.outputs * few.channels)
+    size = cards.bytes_of(x, arguments["w_ptr"]) + rows * few.outputs * x.element_size()
+    size += cards.bytes_of(arguments["statistics_ptr"]) if few.norm_width else 0
+    return cards.Work(size, 2 * rows * few.outputs * few.channels)
 
 
 CARDS = {
-    "conv_linear": Card(
+    "conv_linear": cards.Card(
         call=_conv_linear,
-        choices=COMMON | PROJECTION | OUTPUTS,
+        choices=cards.COMMON | PROJECTION | cards.OUTPUTS,
         examples={
-            "usual": MAP | K3X3 | {"branches": 2, "outputs": 33, "class_token": True},
-            "odd": ODD_MAP | K3X3 | {"outputs": 5},
-            "empty": MAP | K3X3 | {"batch": 0, "outputs": 33},
-            "many": MANY_PIXELS | K3X3 | {"outputs": 33},
-            "tiny": TINY_MAP | K3X3 | {"outputs": 4, "branches": 2, "class_token": True},
-            "bare": MAP | K3X3 | {"outputs": 33, "bare": True},
+            "usual": cards.MAP | cards.K3X3 | {"branches": 2, "outputs": 33, "class_token": True},
+            "odd": cards.ODD_MAP | cards.K3X3 | {"outputs": 5},
+            "empty": cards.MAP | cards.K3X3 | {"batch": 0, "outputs": 33},
+            "many": cards.MANY_PIXELS | cards.K3X3 | {"outputs": 33},
+            "tiny": cards.TINY_MAP | cards.K3X3 | {"outputs": 4, "branches": 2, "class_token": True},
+            "bare": cards.MAP | cards.K3X3 | {"outputs": 33, "bare": True},
         },
         without_gradients=(
             "gluon",
             "triton",
         ),
-        stages={"conv_linear": Launches(_conv_linear_stage)},
+        stages={"conv_linear": cards.Launches(_conv_linear_stage)},
         work={"conv_linear_fwd": _conv_linear_work, "conv_linear_few": _conv_linear_few_work},
         uncounted={
             "conv_linear_few": "taps bias norm_weight norm_bias",
@@ -78,7 +64,7 @@ CARDS = {
         },
         factors=("linears",),
         sweeps={
-            "conv_linear": Sweep(
+            "conv_linear": cards.Sweep(
                 "conv_linear",
                 (1,),
                 "conv_linear",

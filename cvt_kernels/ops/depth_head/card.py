@@ -27,24 +27,10 @@ CARDS = {
     "depth_head": cards.Card(
         call=_depth_head,
         stages={"depth_head": cards.Launches(_depth_head_stage, of_pyramids=True)},
-        choices=cards.COMMON
-        | cards.GRID
-        | {
-            "inputs": (1, 2, 3, 5, 8, 17, 64),
-            "channels": cards.WIDE,
-            "max_depth": (10.0, 1.0, 80),
-            "bare": cards.BOTH,
-            "channels_last": cards.BOTH,
-        },
-        examples={
-            "usual": cards.MAP | {"inputs": 9},
-            "odd": cards.ODD_MAP | {"inputs": 1},
-            "empty": cards.MAP | {"inputs": 9, "batch": 0},
-            "many": cards.MANY_PIXELS | {"inputs": 8},
-            "tiny": cards.TINY_MAP | {"inputs": 2},
-            "bare": cards.MAP | {"inputs": 9, "bare": True},
-            "channels last": cards.MAP | {"inputs": 9, "channels_last": True},
-        },
+        choices=cards.COMMON | cards.IMAGE | {"max_depth": (10.0, 1.0, 80)},
+        examples=cards.of_maps(
+            "bare=True", "channels_last=True", odd="inputs=1", many="inputs=8", tiny="inputs=2", inputs=9
+        ),
         without_gradients=("cpu",),
         wrong={
             "x": ((9, 3, 4), (2, 9, 0, 4)),

@@ -28,16 +28,7 @@ CARDS = {
     "depthwise_conv_gelu": cards.Card(
         call=_depthwise_conv_gelu,
         choices=cards.COMMON | cards.GRID | {"channels": cards.WIDE, "bare": cards.BOTH} | cards.APPROXIMATE,
-        examples={
-            "usual": cards.MAP,
-            "odd": cards.ODD_MAP,
-            "empty": cards.MAP | {"batch": 0},
-            "many": cards.MANY_PIXELS,
-            "tiny": cards.TINY_MAP,
-            "bare": cards.MAP | {"bare": True},
-            "tanh": cards.MAP | {"approximate": "tanh"},
-            "quick": cards.MAP | {"approximate": "quick"},
-        },
+        examples=cards.of_maps("bare=True", *cards.GELUS),
         stages={"depthwise_conv_gelu": cards.Launches(_depthwise_conv_gelu_stage, of_pyramids=True)},
         work={
             "depthwise_conv_gelu_fwd": functools.partial(cards.once, names="x y"),

@@ -48,21 +48,16 @@ CARDS = {
         | cards.GRID
         | cards.NORM
         | cards.OUTPUTS
-        | {
-            "channels": cards.WIDE,
-            "kernel": (1, 2, 3, 4, 7),
-            "layers": (2, 1, 3),
-            "channels_last": cards.BOTH,
-        },
-        examples={
-            "usual": cards.MAP | {"kernel": 3, "outputs": 33},
-            "odd": cards.ODD_MAP | {"outputs": 5},
-            "empty": cards.MAP | {"kernel": 3, "outputs": 33, "batch": 0},
-            "many": cards.MANY_PIXELS | {"kernel": 2, "outputs": 33},
-            "tiny": cards.TINY_MAP | {"kernel": 2, "outputs": 3},
-            "bare": cards.MAP | {"kernel": 3, "outputs": 33, "bare": True},
-            "channels last": cards.MAP | {"kernel": 3, "outputs": 33, "channels_last": True},
-        },
+        | {"channels": cards.WIDE, "channels_last": cards.BOTH}
+        | {"kernel": (1, 2, 3, 4, 7), "layers": (2, 1, 3)},
+        examples=cards.of_maps(
+            *("bare=True", "channels_last=True"),
+            odd="kernel=1 outputs=5",
+            many="kernel=2",
+            tiny="kernel=2 outputs=3",
+            kernel=3,
+            outputs=33,
+        ),
         without_gradients=("triton",),
         normalizes=True,
         needed={"triton": {"dtype": "float16"}},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from ..cards import BOTH, FORWARD, GRID, WIDEST, Card, Launches, Step, image_of, once
+from .. import cards
 
 _USUAL: dict[str, Any] = {
     "batch": 2,
@@ -18,10 +18,10 @@ _USUAL: dict[str, Any] = {
 
 
 def _resized_argmax(m: Any) -> Any:
-    return (image_of(m, m.channels, m.height, m.width), (m.out_height, m.out_width)), {}
+    return (cards.image_of(m, m.channels, m.height, m.width), (m.out_height, m.out_width)), {}
 
 
-def _resized_argmax_stage(step: Step) -> None:
+def _resized_argmax_stage(step: cards.Step) -> None:
     """Turns the logits of SegFormer's decode head, for 150 classes, into classes at 4 times the size."""
     if step.stage.decoder and not step.training:
         height, width = step.stage.grid
@@ -30,15 +30,15 @@ def _resized_argmax_stage(step: Step) -> None:
 
 
 CARDS = {
-    "resized_argmax": Card(
+    "resized_argmax": cards.Card(
         call=_resized_argmax,
-        choices=FORWARD
-        | GRID
+        choices=cards.FORWARD
+        | cards.GRID
         | {
-            "channels": (*WIDEST, 1000),
+            "channels": (*cards.WIDEST, 1000),
             "out_height": (4, 1, 2, 7, 16, 33),
             "out_width": (4, 1, 3, 8, 17, 36),
-            "channels_last": BOTH,
+            "channels_last": cards.BOTH,
         },
         examples={
             "usual": _USUAL,
@@ -55,10 +55,10 @@ CARDS = {
         },
         rounds=True,
         multiplies=False,
-        stages={"resized_argmax": Launches(_resized_argmax_stage, of_pyramids=True)},
+        stages={"resized_argmax": cards.Launches(_resized_argmax_stage, of_pyramids=True)},
         work={
-            "pixel_classes": functools.partial(once, names="x out"),
-            "resized_argmax": functools.partial(once, names="x largest out"),
+            "pixel_classes": functools.partial(cards.once, names="x out"),
+            "resized_argmax": functools.partial(cards.once, names="x largest out"),
         },
     ),
 }

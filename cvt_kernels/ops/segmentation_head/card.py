@@ -49,26 +49,15 @@ def _segmentation_head_work(arguments: dict[str, Any]) -> cards.Work:
 CARDS = {
     "segmentation_head": cards.Card(
         call=_segmentation_head,
-        choices=cards.COMMON
-        | cards.GRID
-        | cards.OUTPUTS
-        | {
-            "inputs": (1, 2, 3, 5, 8, 17, 64),
-            "channels": cards.WIDE,
-            "others": (3, 2, 1, 0, 4),
-            "bare": cards.BOTH,
-            "channels_last": cards.BOTH,
-        },
-        examples={
-            "usual": cards.MAP | {"inputs": 9, "outputs": 33},
-            "odd": cards.ODD_MAP | {"inputs": 1, "outputs": 5},
-            "empty": cards.MAP | {"inputs": 9, "outputs": 33, "batch": 0},
-            "many": cards.MANY_PIXELS | {"inputs": 8, "outputs": 33},
-            "tiny": cards.TINY_MAP | {"inputs": 2, "outputs": 4},
-            "bare": cards.MAP | {"inputs": 9, "outputs": 33, "bare": True},
-            "one map": cards.MAP | {"inputs": 9, "outputs": 33, "others": 0},
-            "channels last": cards.MAP | {"inputs": 9, "outputs": 33, "channels_last": True},
-        },
+        choices=cards.COMMON | cards.IMAGE | cards.OUTPUTS | {"others": (3, 2, 1, 0, 4)},
+        examples=cards.of_maps(
+            *("bare=True", "others=0", "channels_last=True"),
+            odd="inputs=1 outputs=5",
+            many="inputs=8",
+            tiny="inputs=2 outputs=4",
+            inputs=9,
+            outputs=33,
+        ),
         without_gradients=("cpu", "triton"),
         wrong={
             "x": ((9, 3, 4), (2, 9, 0, 4)),
