@@ -162,6 +162,11 @@ def packed(
     return copy.made
 
 
+def vector(given: Tensor | None, size: int, absent: float = 0.0) -> Tensor:
+    """Returns a parameter as kernels of a CPU read it, contiguous in float32; a constant for None."""
+    return torch.full((size,), absent) if given is None else given.detach().float().contiguous()
+
+
 def why_unpackable(x: Tensor, *others: Tensor | None) -> str | None:
     """Returns why a CPU kernel for inference, which packs weights, cannot serve a call, or None.
 

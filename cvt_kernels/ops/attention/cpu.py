@@ -12,8 +12,6 @@ neighbors (``csrc/attention/position.h``).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -27,21 +25,11 @@ _op_by_position = torch.ops.cvt_kernels.attention_by_position.default
 _MAX_HEAD_DIM = 256
 
 
-@torch.library.register_fake("cvt_kernels::attention_inference")
-@torch.library.register_fake("cvt_kernels::attention_by_position")
-def _(q: Tensor, *others: Any) -> Tensor:
-    return q.new_empty(q.shape)
-
+for _name in ("attention_inference", "attention_by_position"):
+    torch.library.register_fake(f"cvt_kernels::{_name}", lambda q, *_: q.new_empty(q.shape))
 
 #: The least magnitude of a scale that a bias by position is divided by.
 _LEAST_SCALE = 2.0**-64
-
-
-def _why_scale_too_small(scale: float | None) -> str | None:
-    """Returns why a scale is too small for kernels to divide a bias by position by it, or None."""
-    if scale is not None and abs(scale) < _LEAST_SCALE:
-        return f"the scale {scale} is too close to 0 to divide a bias by position by it"
-    return None
 
 
 def why_unsupported(call: Record) -> str | None:
@@ -55,7 +43,9 @@ def why_unsupported(call: Record) -> str | None:
         return "dropout of the probabilities is not supported"
     if q.shape[3] > _MAX_HEAD_DIM:
         return f"heads have {q.shape[3]} channels, more than {_MAX_HEAD_DIM}"
-    return None if position is None else _why_scale_too_small(scale)
+    if position is not None and scale is not None and abs(scale) < _LEAST_SCALE:
+        return f"the scale {scale} is too close to 0 to divide a bias by position by it"
+    return None
 
 
 def attention(call: Record) -> Tensor:

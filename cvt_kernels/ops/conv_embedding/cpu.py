@@ -53,13 +53,15 @@ def _bind(call: Record) -> Callable[[Tensor], Tensor]:
     """Binds the operator to its packed parameters; returns a function of an image."""
     _, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token, positions = call
 
+    channels = weight.shape[0]
+
     def pack() -> _Packed:
         return _Packed(
             packed=_ops.pack_linear.default(weight.detach().permute(0, 2, 3, 1).flatten(1)),
-            bias=_vector(bias, weight, 0.0),
-            norm_weight=_vector(norm_weight, weight, 1.0),
-            norm_bias=_vector(norm_bias, weight, 0.0),
-            class_token=None if class_token is None else _vector(class_token, weight, 0.0),
+            bias=weight_cache.vector(bias, channels),
+            norm_weight=weight_cache.vector(norm_weight, channels, 1.0),
+            norm_bias=weight_cache.vector(norm_bias, channels),
+            class_token=None if class_token is None else weight_cache.vector(class_token, channels),
         )
 
     tensors = (bias, norm_weight, norm_bias, class_token)
@@ -74,8 +76,3 @@ def _bind(call: Record) -> Callable[[Tensor], Tensor]:
 def conv_embedding(call: Record) -> Tensor:
     """Computes ``cvt_kernels.conv_embedding`` for checked arguments."""
     return _bind(call)(call.image)
-
-
-def _vector(given: Tensor | None, weight: Tensor, absent: float) -> Tensor:
-    """Returns a per-channel parameter in float32; a constant for None."""
-    return torch.full(weight.shape[:1], absent) if given is None else given.detach().float().contiguous()

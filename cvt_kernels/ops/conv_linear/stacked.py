@@ -19,7 +19,7 @@ from torch import Tensor
 from ...backends import Record
 from ...records import ConvBatchNorm
 from .. import weight_cache
-from ..conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
+from ..conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous, parameters_of
 from ..conv_projection.triton.sliding import why_not_sliding
 from ..conv_projection.triton.sliding_forward import NormOfRows, sliding_forward
 from . import WeightAndBias, few_rows
@@ -61,19 +61,14 @@ def project(
         assert block_m is not None
         few_rows.project_few(x, geometry, taps, weight, bias, out, block_m, norm)
         return out
-    ones, zeros = (None, None)
-    if any(conv.bn_weight is None or conv.bn_bias is None for conv in convs):
-        ones, zeros = x.new_ones(x.shape[2]), x.new_zeros(x.shape[2])
+    weights, *vectors = parameters_of(x, convs)
     if norm is not None:
         norm = norm._replace(weight=_aligned(norm.weight), bias=_aligned(norm.bias))
     tokens = x.new_empty(rows, x.shape[2])
     sliding_forward(
         x, geometry, [conv.eps for conv in convs],
-        [_aligned(conv.weight.contiguous()) for conv in convs],
-        _contiguous([ones if conv.bn_weight is None else conv.bn_weight for conv in convs]),
-        _contiguous([zeros if conv.bn_bias is None else conv.bn_bias for conv in convs]),
-        _contiguous([conv.running_mean for conv in convs]), _contiguous([conv.running_var for conv in convs]),
-        [tokens] * len(convs), norm=norm, first_rows=first_rows,
+        [_aligned(weight) for weight in weights], *vectors, [tokens] * len(convs), norm=norm,
+        first_rows=first_rows,
     )  # fmt: skip
     multiply(tokens, weight, bias, out, tuple(first_rows[1:]))
     return out
@@ -108,10 +103,6 @@ def _rows_of(x: Tensor, geometry: Geometry) -> tuple[list[int], int]:
 def _aligned(tensor: Tensor) -> Tensor:
     """Returns a tensor of which the kernel can read two channels at once: itself or a copy."""
     return tensor if tensor.data_ptr() % 4 == 0 else tensor.clone()
-
-
-def _contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    return [tensor.contiguous() for tensor in tensors if tensor is not None]
 
 
 def packed_linears(linears: Sequence[WeightAndBias]) -> tuple[Tensor, Tensor | None]:

@@ -42,7 +42,7 @@ def depth_head(call: Record) -> Tensor:
     def pack() -> tuple[Any, ...]:
         channels = weight.shape[0]
         taps = weight.detach().float().permute(0, 2, 3, 1).reshape(channels, 9, -1).contiguous()
-        vector = torch.zeros(channels) if bias is None else bias.detach().float().contiguous()
+        vector = weight_cache.vector(bias, channels)
         last = last_weight.detach().float().reshape(channels, 9).contiguous()
         return taps, vector, last, 0.0 if last_bias is None else float(last_bias)
 

@@ -55,9 +55,7 @@ class _DepthwiseConvGelu(torch.autograd.Function):
 # Shapes for torch.compile, which traces through the functions above ----------------------------------------
 
 
-@torch.library.register_fake("cvt_kernels::depthwise_conv_gelu")
-def _(x: Tensor, height: int, width: int, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    return x.new_empty(x.shape)
+torch.library.register_fake("cvt_kernels::depthwise_conv_gelu", lambda x, *_: x.new_empty(x.shape))
 
 
 @torch.library.register_fake("cvt_kernels::depthwise_conv_gelu_backward")
@@ -72,12 +70,6 @@ def _(
 # The backend ----------------------------------------------------------------------------------------------
 
 
-def _cast(
-    dtype: torch.dtype, x: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor | None
-) -> tuple[Any, ...]:
-    return x.to(dtype), *grid, weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
 def depthwise_conv_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.depthwise_conv_gelu`` for checked arguments.
 
@@ -86,8 +78,7 @@ def depthwise_conv_gelu(call: Record) -> Tensor:
     """
     x, grid, weight, bias, approximate = call
     wants_gradient = modes.wants_gradient(x, weight, bias)
-    dtype = modes.autocast_dtype(x)
-    args = (x, *grid, weight, bias) if dtype is None else _cast(dtype, x, grid, weight, bias)
-    if wants_gradient:
-        return _DepthwiseConvGelu.apply(*args, approximate)
-    return _ops.depthwise_conv_gelu.default(*args, approximate)
+    if (dtype := modes.autocast_dtype(x)) is not None:
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    compute = _DepthwiseConvGelu.apply if wants_gradient else _ops.depthwise_conv_gelu.default
+    return compute(x, *grid, weight, bias, approximate)

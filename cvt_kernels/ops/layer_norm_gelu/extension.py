@@ -31,74 +31,36 @@ _Tensors = tuple[Tensor, ...]
 
 
 class _LayerNorm(torch.autograd.Function):
+    """Autograd function of h, which is x or x + residual, and of its LayerNorm with an activation.
+
+    Where h is used too, the kernel adds its other gradient.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        activation: str,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        out, mean, rstd = _ops.layer_norm.default(x, weight, bias, eps, activation, dtype)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.activation, ctx.eps = activation, eps
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        dx, _, dweight, dbias = _gradients(ctx, dout, None)
-        return dx, dweight, dbias, None, None, None
-
-
-class _AddLayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
-        h, out, mean, rstd = _ops.add_layer_norm.default(x, residual, weight, bias, eps, dtype)
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float,
+        activation: str, dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if residual is None:
+            h = x
+            out, mean, rstd = _ops.layer_norm.default(x, weight, bias, eps, activation, dtype)
+        else:
+            h, out, mean, rstd = _ops.add_layer_norm.default(x, residual, weight, bias, eps, dtype)
         ctx.save_for_backward(h, weight, bias, mean, rstd)
-        ctx.activation, ctx.eps = "identity", eps
-        ctx.branch_dtype, ctx.differs = x.dtype, x.dtype != h.dtype
+        ctx.activation, ctx.eps = activation, eps
+        ctx.branch_dtype, ctx.differs = None if residual is None else x.dtype, x.dtype != h.dtype
         ctx.set_materialize_grads(False)  # often only one of the two outputs is used
-        return h, out
+        return h if h is not x else x.view_as(x), out
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None:
-            dbranch = dh if dh is None else dh.to(ctx.branch_dtype)
-            return dbranch, dh, None, None, None, None
-        # Checkpointing lets saved tensors be read only once, which _gradients does.
-        dx, dbranch, dweight, dbias = _gradients(ctx, dout, dh, with_dbranch=ctx.differs)
-        return dbranch, dx, dweight, dbias, None, None
-
-
-class _StreamLayerNorm(torch.autograd.Function):
-    """Autograd function of a LayerNorm that passes its rows on, whose other gradient the kernel then adds."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        out, mean, rstd = _ops.layer_norm.default(x, weight, bias, eps, "identity", dtype)
-        ctx.save_for_backward(x, weight, bias, mean, rstd)
-        ctx.activation, ctx.eps = "identity", eps
-        ctx.set_materialize_grads(False)
-        return x.view_as(x), out
-
-    @staticmethod
-    def backward(ctx: Any, dh: Tensor | None, dout: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return dh, None, None, None, None
-        dx, _, dweight, dbias = _gradients(ctx, dout, dh)
-        return dx, dweight, dbias, None, None
+            dx, dweight, dbias = dh, None, None
+            dbranch = dh if dh is None or ctx.branch_dtype is None else dh.to(ctx.branch_dtype)
+        else:  # checkpointing lets saved tensors be read only once, which _gradients does
+            dx, dbranch, dweight, dbias = _gradients(ctx, dout, dh, with_dbranch=ctx.differs)
+        of_rows = (dx, None) if ctx.branch_dtype is None else (dbranch, dx)
+        return *of_rows, dweight, dbias, None, None, None
 
 
 class _Gelu(torch.autograd.Function):
@@ -157,33 +119,11 @@ def _gradient_like(x: Tensor, parameter: Tensor | None) -> Tensor:
     return x.new_empty(0) if parameter is None else parameter.new_empty(parameter.shape)
 
 
-@torch.library.register_fake("cvt_kernels::layer_norm")
-def _(x: Tensor, weight: Any, bias: Any, eps: float, activation: str, dtype: torch.dtype) -> _Tensors:
+def _normalized_like(x: Tensor, weight: Any, bias: Any, eps: float, activation: str, dtype: Any) -> _Tensors:
     return x.new_empty(x.shape, dtype=dtype), _statistics_like(x), _statistics_like(x)
 
 
-@torch.library.register_fake("cvt_kernels::add_layer_norm")
-def _(x: Tensor, residual: Tensor, weight: Any, bias: Any, eps: float, dtype: torch.dtype) -> _Tensors:
-    h = residual.new_empty(residual.shape)
-    return h, h.new_empty(h.shape, dtype=dtype), _statistics_like(h), _statistics_like(h)
-
-
-@torch.library.register_fake("cvt_kernels::layer_norm_inference")
-def _(
-    x: Tensor, weight: Any, bias: Any, eps: float, activation: str, dtype: torch.dtype, shift: Any = None,
-    served: bool = False,
-) -> Tensor:  # fmt: skip
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-@torch.library.register_fake("cvt_kernels::add_layer_norm_inference")
-def _(x: Tensor, residual: Tensor, weight: Any, bias: Any, eps: float, dtype: torch.dtype) -> _Tensors:
-    h = residual.new_empty(residual.shape)
-    return h, h.new_empty(h.shape, dtype=dtype)
-
-
-@torch.library.register_fake("cvt_kernels::layer_norm_backward")
-def _(
+def _gradients_like(
     dout: Tensor, dh: Any, h: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None,
     activation: str, with_dbranch: bool,
 ) -> _Tensors:  # fmt: skip
@@ -191,14 +131,25 @@ def _(
     return h.new_empty(h.shape), dbranch, _gradient_like(mean, weight), _gradient_like(mean, bias)
 
 
-@torch.library.register_fake("cvt_kernels::gelu")
-def _(x: Tensor, bias: Any, activation: str) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@torch.library.register_fake("cvt_kernels::gelu_backward")
-def _(dout: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> _Tensors:
-    return x.new_empty(x.shape), _gradient_like(_statistics_like(x), bias)
+for _name, _shapes in {
+    "layer_norm": _normalized_like,
+    "layer_norm_inference": lambda *args: _normalized_like(*args[:6])[0],
+    "add_layer_norm": lambda x, h, *args: (
+        h.new_empty(h.shape),
+        *_normalized_like(h, *args[:3], "", args[3]),
+    ),
+    "add_layer_norm_inference": lambda x, h, *args: (
+        h.new_empty(h.shape),
+        h.new_empty(h.shape, dtype=args[3]),
+    ),
+    "layer_norm_backward": _gradients_like,
+    "gelu": lambda x, *_: x.new_empty(x.shape),
+    "gelu_backward": lambda dout, x, bias, _: (
+        x.new_empty(x.shape),
+        _gradient_like(_statistics_like(x), bias),
+    ),
+}.items():
+    torch.library.register_fake(f"cvt_kernels::{_name}", _shapes)
 
 
 # The backend: the public functions of the same names, for checked arguments -------------------------------
@@ -260,7 +211,7 @@ def _call_layer_norm(
     shift: Tensor | None = None,  # None where a gradient is wanted
 ) -> Tensor:
     if modes.wants_gradient(x, weight, bias):
-        return _LayerNorm.apply(x, weight, bias, eps, activation, dtype)
+        return _LayerNorm.apply(x, None, weight, bias, eps, activation, dtype)[1]
     return _ops.layer_norm_inference.default(x, weight, bias, eps, activation, dtype, shift)
 
 
@@ -277,7 +228,7 @@ def add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
             h = x + residual
             return h, _normalize(h, weight, bias, eps, result)
     if modes.wants_gradient(x, residual, weight, bias):
-        return _AddLayerNorm.apply(x, residual, weight, bias, eps, result)
+        return _LayerNorm.apply(x, residual, weight, bias, eps, "identity", result)
     return _ops.add_layer_norm_inference.default(x, residual, weight, bias, eps, result)
 
 
@@ -285,7 +236,7 @@ def _pass_on_and_normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     if modes.wants_gradient(x, weight, bias) and _writes(x, dtype):
-        return _StreamLayerNorm.apply(x, weight, bias, eps, dtype)
+        return _LayerNorm.apply(x, None, weight, bias, eps, "identity", dtype)
     return x, _normalize(x, weight, bias, eps, dtype)
 
 

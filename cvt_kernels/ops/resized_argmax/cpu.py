@@ -19,9 +19,10 @@ _ops = torch.ops.cvt_kernels
 _MOST_SIDE = 2**20  # kMostSide in csrc/resized_argmax/cpu_loops.h
 
 
-@torch.library.register_fake("cvt_kernels::resized_argmax")
-def _(logits: Tensor, height: int, width: int) -> Tensor:
-    return logits.new_empty(logits.shape[0], height, width, dtype=torch.int64)
+torch.library.register_fake(
+    "cvt_kernels::resized_argmax",
+    lambda logits, *size: logits.new_empty(logits.shape[0], *size, dtype=torch.int64),
+)
 
 
 def why_unsupported(call: Record) -> str | None:

@@ -26,9 +26,8 @@ _ops = torch.ops.cvt_kernels
 # Shapes for torch.compile, which traces through the functions of autograd ----------------------------------
 
 
-@torch.library.register_fake("cvt_kernels::gather_rows")
-def _(x: Tensor, rows: Tensor) -> Tensor:
-    return x.new_empty(*rows.shape, x.shape[2])
+torch.library.register_fake("cvt_kernels::gather_rows", lambda x, rows: x.new_empty(*rows.shape, x.shape[2]))
+torch.library.register_fake("cvt_kernels::scatter_rows_", lambda *_: None)
 
 
 @torch.library.register_fake("cvt_kernels::scatter_rows")
@@ -36,11 +35,6 @@ def _(x: Tensor | None, rows: Tensor, values: Tensor | None, tokens: int) -> Ten
     like = values if x is None else x
     assert like is not None
     return like.new_empty(rows.shape[0], tokens, like.shape[2])
-
-
-@torch.library.register_fake("cvt_kernels::scatter_rows_")
-def _(x: Tensor, rows: Tensor, values: Tensor) -> None:
-    return None
 
 
 # The kernels, with one dtype per call ---------------------------------------------------------------------
@@ -52,13 +46,6 @@ def _scatter(
     summed = values if values is None or branch is None else values + branch
     summed = summed if summed is None or x is None else summed.to(x.dtype)
     return _ops.scatter_rows.default(x, rows, summed, tokens)
-
-
-def _scatter_in_place(x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None) -> None:
-    summed = values if branch is None else values + branch
-    _ops.scatter_rows_.default(x, rows, summed.to(x.dtype))
-    if not torch.compiler.is_compiling():
-        count_change(x)
 
 
 # Autograd -------------------------------------------------------------------------------------------------
@@ -115,7 +102,9 @@ def scatter_rows(call: Record) -> Tensor:
     """Computes ``cvt_kernels.scatter_rows``."""
     x, rows, values, branch, inplace = call
     if inplace:
-        _scatter_in_place(x, rows, values, branch)
+        _ops.scatter_rows_.default(x, rows, (values if branch is None else values + branch).to(x.dtype))
+        if not torch.compiler.is_compiling():
+            count_change(x)
         return x
     if modes.wants_gradient(x, values, branch):
         return _Scatter.apply(x, rows, values, branch)

@@ -47,14 +47,13 @@ def segmentation_head(call: Record) -> Tensor:
     def pack() -> tuple[Any, ...]:
         layers = [_ops.pack_linear.default(each.detach()) for each in weights]
         classifier = _ops.pack_linear.default(classifier_weight.detach())
-        return layers, _vector(bias, weight), classifier, _vector(classifier_bias, classifier_weight)
+        biases = [
+            weight_cache.vector(given, len(of))
+            for given, of in ((bias, weight), (classifier_bias, classifier_weight))
+        ]
+        return layers, biases[0], classifier, biases[1]
 
     tensors = (*weights[1:], bias, classifier_weight, classifier_bias)
     packed = weight_cache.packed(weight, "segmentation head", pack, tensors)
     maps = [image.permute(0, 2, 3, 1) for image in (x, *(image for image, _ in others))]
     return _ops.segmentation_head_packed.default(maps, *packed)
-
-
-def _vector(given: Tensor | None, weight: Tensor) -> Tensor:
-    """Returns a bias in float32; zeros for None."""
-    return torch.zeros(weight.shape[0]) if given is None else given.detach().float().contiguous()

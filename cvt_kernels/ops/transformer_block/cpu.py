@@ -132,16 +132,11 @@ def _vectors(block: TransformerBlock) -> list[Tensor]:
 
 
 def _vectors_of(norm: Norm, channels: int) -> list[Tensor]:
-    return [_vector(norm.weight, channels, 1.0), _vector(norm.bias, channels, 0.0)]
+    return [weight_cache.vector(norm.weight, channels, 1.0), weight_cache.vector(norm.bias, channels)]
 
 
 def _bias(layer: AnyLinear | Reduction) -> Tensor:
-    return _vector(layer.bias, layer.weight.shape[0], 0.0)
-
-
-def _vector(given: Tensor | None, size: int, absent: float) -> Tensor:
-    """Returns a parameter in float32."""
-    return torch.full((size,), absent) if given is None else given.detach().float().contiguous()
+    return weight_cache.vector(layer.bias, layer.weight.shape[0])
 
 
 def _widths(block: TransformerBlock) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from .... import modes
 from ....backends import Record
 from ....launch import launching
-from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous
+from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous, parameters_of
 from ...conv_projection.triton.sliding import load_vector, load_weights, units, why_not_sliding, widen
 from ...graph_operators import launcher
 from ...linear.triton.forward import grouped_linear_forward
@@ -476,18 +475,7 @@ def _in_one(call: Record) -> tuple[Tensor, ...]:
     x, grid, convs, linears = call
     dtype = modes.autocast_dtype(x) or x.dtype
     x = x.to(dtype)
-    weights = [conv.weight.to(dtype).contiguous() for conv in convs]
     products = [weight.to(dtype).contiguous() for weight, _ in linears]
     biases = [None if bias is None else bias.to(dtype).contiguous() for _, bias in linears]
-    gammas = [_contiguous(conv.bn_weight, x.new_ones, x) for conv in convs]
-    betas = [_contiguous(conv.bn_bias, x.new_zeros, x) for conv in convs]
-    statistics = [[conv.running_mean for conv in convs], [conv.running_var for conv in convs]]
-    means, variances = ([t.contiguous() for t in tensors if t is not None] for tensors in statistics)
     constants = list(grid), [conv.stride for conv in convs], [conv.eps for conv in convs]
-    vectors = gammas, betas, means, variances
-    return tuple(conv_linear_forward(x, *constants, weights, *vectors, products, biases))
-
-
-def _contiguous(vector: Tensor | None, constant: Callable[[int], Tensor], x: Tensor) -> Tensor:
-    """Returns a contiguous vector (C,) for the kernel; a constant for None."""
-    return constant(x.shape[2]) if vector is None else vector.contiguous()
+    return tuple(conv_linear_forward(x, *constants, *parameters_of(x, convs), products, biases))

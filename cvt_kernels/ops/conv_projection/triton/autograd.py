@@ -14,7 +14,7 @@ from ....backends import Record
 from ....records import ConvBatchNorm
 from ...autograd import gradients_again
 from .backward import projection_backward, weights_of
-from .common import Geometry
+from .common import Geometry, parameters_of
 from .forward import Running, batch_statistics, projection_forward
 from .sliding import why_not_sliding
 
@@ -121,12 +121,8 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
     """
     x, grid, convs, training = call
     constants = list(grid), [conv.stride for conv in convs], [conv.eps for conv in convs]
-    weights = [conv.weight for conv in convs]
-    if (dtype := modes.autocast_dtype(x)) is not None:
-        x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
-    gammas = [conv.bn_weight if conv.bn_weight is not None else x.new_ones(x.shape[2]) for conv in convs]
-    betas = [conv.bn_bias if conv.bn_bias is not None else x.new_zeros(x.shape[2]) for conv in convs]
-    weights, gammas, betas = _contiguous(weights), _contiguous(gammas), _contiguous(betas)
+    x = x.to(modes.autocast_dtype(x) or x.dtype)
+    weights, gammas, betas, means, variances = parameters_of(x, convs)
     batch_stats = training or convs[0].running_mean is None
     if batch_stats:
         running = _running(convs, x.shape[0], grid) if training else Running([], [], [], [], [], [])
@@ -136,18 +132,10 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
                 running.tracked, running.momenta, running.corrections,
             )  # fmt: skip
         means, variances = (list(each.unbind()) for each in statistics)
-    else:
-        means = _contiguous([conv.running_mean for conv in convs])
-        variances = _contiguous([conv.running_var for conv in convs])
     tensors = weights, gammas, betas, means, variances
     if not modes.wants_gradient(x, *weights, *gammas, *betas):  # an autograd function takes the host long
         return tuple(projection_forward(x, *constants, *tensors))
     return _ConvProjection.apply(x, constants, batch_stats, *(t for each in tensors for t in each))
-
-
-def _contiguous(tensors: Sequence[Tensor | None]) -> list[Tensor]:
-    """Returns contiguous tensors; None must not occur."""
-    return [tensor.contiguous() for tensor in tensors if tensor is not None]
 
 
 def _running(convs: Sequence[ConvBatchNorm], batch: int, grid: tuple[int, int]) -> Running:

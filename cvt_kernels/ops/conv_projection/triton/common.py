@@ -13,6 +13,7 @@ from torch import Tensor
 from .... import launch
 from ....launch import formulas, launching
 from ....launch.records import Pixels, Sliding
+from ....records import ConvBatchNorm
 
 for _kernel in ("fwd", "stats", "bwd_sums", "bwd_conv", "bwd_input"):
     _sliding = formulas.sliding_bwd_conv if _kernel == "bwd_conv" else formulas.sliding
@@ -86,6 +87,24 @@ def class_tokens(x: Tensor, geometry: Geometry) -> int:
 def maybe_contiguous(x: Tensor) -> Tensor:
     """Returns ``x`` itself if its channels are contiguous and offsets fit 32 bits, else a copy."""
     return x if x.stride(2) == 1 and x.stride(1) * x.shape[1] < 2**31 else x.contiguous()
+
+
+def parameters_of(x: Tensor, convs: Sequence[ConvBatchNorm]) -> tuple[list[Tensor], ...]:
+    """Returns weights in the dtype of x, gammas, betas, means and variances, contiguous, for the kernels.
+
+    Without running statistics there are no means and variances.
+    """
+    of_convs = [
+        (
+            conv.weight.to(x.dtype),
+            x.new_ones(x.shape[2]) if conv.bn_weight is None else conv.bn_weight,
+            x.new_zeros(x.shape[2]) if conv.bn_bias is None else conv.bn_bias,
+            conv.running_mean,
+            conv.running_var,
+        )
+        for conv in convs
+    ]
+    return tuple([[t.contiguous() for t in each if t is not None] for each in zip(*of_convs, strict=True)])
 
 
 # Device functions -----------------------------------------------------------------------------------------

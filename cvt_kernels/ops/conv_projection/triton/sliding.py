@@ -90,6 +90,13 @@ class SlidingTiling(NamedTuple):
         alignment = alignment_of(x, others)
         return _tiling(config, x.shape, x.dtype, alignment, geometry, launching.chip(x.device))
 
+    def launch(self, kernel: Any, x: Tensor, **given: Any) -> None:
+        """Launches a kernel that reads tokens ``x``, with these arguments besides the shared ones."""
+        launching.launch(
+            kernel, (self.programs,), on=x, options=self.options, x_ptr=x, stride_b=x.stride(0),
+            STEP=x.stride(1), **given, **self.arguments,
+        )  # fmt: skip
+
 
 def alignment_of(x: Tensor, others: Sequence[Tensor]) -> int:
     """Returns the common alignment in bytes, up to 16, of all tokens and the other tensors."""

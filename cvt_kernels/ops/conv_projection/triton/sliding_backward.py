@@ -166,13 +166,12 @@ def sliding_backward_sums(
         registers = max(registers, 168)
     elif x.dtype == torch.float16:
         registers = max(registers, 136)
+    tiling = tiling._replace(options=tiling.options | {"maxnreg": registers})
     partial = x.new_empty(2 * len(weights), tiling.regions, x.shape[2], dtype=accumulator_dtype(x))
-    launching.launch(
-        _conv_projection_sliding_bwd_sums_kernel, (tiling.programs,), on=x,
-        options=tiling.options | {"maxnreg": registers},
-        x_ptr=x, w_ptrs=tuple(weights), dy_ptrs=tuple(dys), mean_ptrs=tuple(means),
-        var_ptrs=tuple(variances), epss=tuple(epss), partial_ptr=partial, regions=tiling.regions,
-        stride_b=x.stride(0), STEP=x.stride(1), **tiling.arguments,
+    tiling.launch(
+        _conv_projection_sliding_bwd_sums_kernel, x, w_ptrs=tuple(weights), dy_ptrs=tuple(dys),
+        mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=tuple(epss), partial_ptr=partial,
+        regions=tiling.regions,
     )  # fmt: skip
     return partial
 
@@ -354,16 +353,13 @@ def sliding_backward_conv(
     """
     tiling = SlidingTiling.of("sliding_bwd_conv", x, geometry, (*weights, *dys))
     partial = x.new_empty(9 * len(weights), tiling.regions, x.shape[2], dtype=accumulator_dtype(x))
-    launching.launch(
-        _conv_projection_sliding_bwd_conv_kernel, (tiling.programs,), on=x, options=tiling.options,
-        x_ptr=x, w_ptrs=tuple(weights), dy_ptrs=tuple(dys), gamma_ptrs=tuple(gammas),
-        mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=tuple(epss),
+    tiling.launch(
+        _conv_projection_sliding_bwd_conv_kernel, x, w_ptrs=tuple(weights), dy_ptrs=tuple(dys),
+        gamma_ptrs=tuple(gammas), mean_ptrs=tuple(means), var_ptrs=tuple(variances), epss=tuple(epss),
         sums_ptr=x if sums is None else sums, dconv_ptrs=tuple(dconvs), partial_ptr=partial,
         inverse_counts=tuple(1.0 / (x.shape[0] * h * w) for h, w in geometry.output_grids),
-        regions=tiling.regions,
-        stride_b=x.stride(0), STEP=x.stride(1), BATCH_STATS=sums is not None,
+        regions=tiling.regions, BATCH_STATS=sums is not None,
         AHEAD=geometry.strides.count(1) < 2,  # more outputs in a step would spill
-        **tiling.arguments,
     )  # fmt: skip
     return partial
 

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....launch import launching
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import Geometry, configuration
 from .sliding import (
@@ -235,16 +234,14 @@ def sliding_forward(
         images = -(-arguments["batch"] // arguments["groups"])
         pixels = (arguments["strip_rows"] + 3) * (2 * arguments["LANES"].pairs + 2)
         scratch = x.new_empty(tiling.programs * images * 2 * pixels, dtype=torch.float32)
-    launching.launch(
-        _conv_projection_sliding_fwd_kernel, (tiling.programs,), on=x, options=tiling.options,
-        x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
-        mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs),
+    tiling.launch(
+        _conv_projection_sliding_fwd_kernel, x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas),
+        beta_ptrs=tuple(betas), mean_ptrs=tuple(means), var_ptrs=tuple(variances), y_ptrs=tuple(outs),
         y_rows=tuple(first_rows or [0] * len(outs)), epss=tuple(epss),
         statistics_ptr=None if norm is None else norm.sums,
         norm_weight_ptr=None if norm is None else norm.weight,
         norm_bias_ptr=None if norm is None else norm.bias, scratch_ptr=scratch, rows=rows,
         norm_eps=0.0 if norm is None else norm.eps, NORM_WIDTH=0 if norm is None else norm.width,
-        stride_b=x.stride(0), STEP=x.stride(1), **arguments,
     )  # fmt: skip
 
 
@@ -360,9 +357,8 @@ def sliding_statistics(x: Tensor, geometry: Geometry, weights: Sequence[Tensor])
     tiling = SlidingTiling.of("sliding_stats", x, geometry, weights)
     partial = x.new_empty(len(weights), 2, tiling.regions, x.shape[2], dtype=accumulator_dtype(x))
     counts = partial.new_empty(len(weights), tiling.regions)
-    launching.launch(
-        _conv_projection_sliding_stats_kernel, (tiling.programs,), on=x, options=tiling.options,
-        x_ptr=x, w_ptrs=tuple(weights), partial_ptr=partial, counts_ptr=counts, regions=tiling.regions,
-        stride_b=x.stride(0), STEP=x.stride(1), **tiling.arguments,
+    tiling.launch(
+        _conv_projection_sliding_stats_kernel, x, w_ptrs=tuple(weights), partial_ptr=partial,
+        counts_ptr=counts, regions=tiling.regions,
     )  # fmt: skip
     return partial, counts

@@ -25,80 +25,51 @@ from .forward import linear_add_forward, linear_add_layer_norm_forward, linear_g
 
 
 class _Linear(torch.autograd.Function):
-    """Autograd function of linear: (x, weight, bias)."""
+    """Autograd function of a linear layer, of one with GELU if there is a variant of it, or with a sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Saves x and weight in the dtype of the product."""
-        rows, narrow_weight, narrow = matrices(x, weight, bias)
-        save(ctx, (x, rows), (weight, narrow_weight), bias)
-        return F.linear(rows, narrow_weight, narrow).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        """Computes the gradients that are needed."""
-        x, weight, bias = ctx.saved_tensors
-        if torch.is_grad_enabled() and ctx.are_given:
-            return (*gradients_again(reference.linear, (x, weight, bias), dout),)
-        start = linear_starts(rows_of(dout), weight.dtype, dtype_of(bias, ctx.needs_input_grad[2]))
-        return refuse_again((*_products(ctx, start.product, x, weight), start.bias))
-
-
-class _LinearGelu(torch.autograd.Function):
-    """Autograd function of linear_gelu: (x, weight, bias, approximate)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-        """Saves x and weight in the dtype of the product, and GELU's input."""
-        rows, narrow_weight, narrow = matrices(x, weight, bias)
-        out, pre = linear_gelu_forward(rows, narrow_weight, narrow, approximate, True)
-        save(ctx, (x, rows), (weight, narrow_weight), bias, pre)
-        ctx.approximate = approximate
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str | None,
+        residual: Tensor | None, scale: Tensor | None, scales_sum: bool,
+    ) -> Tensor:  # fmt: skip
+        """Saves x and weight in the dtype of the product, GELU's input and the factors of images."""
+        adds, pre = residual is not None, None
+        rows, narrow_weight, narrow = matrices(x, weight, None if adds else bias)
+        if approximate is not None:
+            out, pre = linear_gelu_forward(rows, narrow_weight, narrow, approximate, True)
+        else:
+            out = F.linear(rows, narrow_weight, narrow)
+        if residual is not None:
+            dtype = sum_dtype(x, residual)
+            out = linear_ends(out, contiguous(bias), rows_of(residual), scale, scales_sum, dtype)
+        save(ctx, (x, rows), (weight, narrow_weight), bias, pre, scale)
+        ctx.approximate, ctx.adds, ctx.scales_sum = approximate, adds, scales_sum
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        """Computes the gradients that are needed."""
-        x, weight, bias, pre = ctx.saved_tensors
-        if torch.is_grad_enabled() and ctx.are_given:
-            formula = functools.partial(reference.linear_gelu, approximate=ctx.approximate)
-            return *gradients_again(formula, (x, weight, bias), dout), None
-        dbias = dtype_of(bias, ctx.needs_input_grad[2])
-        start = linear_starts(rows_of(dout), pre.dtype, dbias, pre=pre, approximate=ctx.approximate)
-        return refuse_again((*_products(ctx, start.product, x, weight), start.bias, None))
-
-
-class _LinearAdd(torch.autograd.Function):
-    """Autograd function of linear_add: (x, weight, bias, residual, scale, scales_sum)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, scale: Tensor | None,
-        scales_sum: bool,
-    ) -> Tensor:  # fmt: skip
-        """Saves x and weight in the dtype of the product, and the factors of images."""
-        dtype = sum_dtype(x, residual)
-        rows, narrow_weight, _ = matrices(x, weight, None)
-        product = F.linear(rows, narrow_weight)
-        out = linear_ends(product, contiguous(bias), rows_of(residual), scale, scales_sum, dtype)
-        save(ctx, (x, rows), (weight, narrow_weight), bias, scale)
-        ctx.scales_sum = scales_sum
-        return out.view(residual.shape)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        """Computes the gradients that are needed; autograd casts that of the residual to its dtype."""
-        x, weight, bias, scale = ctx.saved_tensors
+        """Computes the gradients that are needed; autograd casts that of a residual to its dtype."""
+        x, weight, bias, pre, scale = ctx.saved_tensors
         settings: dict[str, Any] = {"scale": scale, "scales_sum": ctx.scales_sum}
         if torch.is_grad_enabled() and ctx.are_given:
-            formula = functools.partial(reference.linear_add, **settings)
-            residual = zeros_for(dout, ctx.needs_input_grad[3])
-            return *gradients_again(formula, (x, weight, bias, residual), dout), None, None
-        dbias = dtype_of(bias, ctx.needs_input_grad[2])
-        start = linear_starts(rows_of(dout), weight.dtype, dbias, **settings)
-        dresidual = start.residual.view_as(dout) if ctx.needs_input_grad[3] else None
-        gradients = *_products(ctx, start.product, x, weight), start.bias, dresidual, None, None
-        return refuse_again(gradients)
+            given, formula = (x, weight, bias), reference.linear
+            if ctx.adds:
+                given = *given, zeros_for(dout, ctx.needs_input_grad[4])
+                formula = functools.partial(reference.linear_add, **settings)
+            elif ctx.approximate is not None:
+                formula = functools.partial(reference.linear_gelu, approximate=ctx.approximate)
+            *of_layer, dresidual = *gradients_again(formula, given, dout), *[None] * (not ctx.adds)
+            return *of_layer, None, dresidual, None, None
+        start = linear_starts(
+            rows_of(dout), weight.dtype if pre is None else pre.dtype,
+            dtype_of(bias, ctx.needs_input_grad[2]), pre=pre, approximate=ctx.approximate or "none",
+            **settings,
+        )  # fmt: skip
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        dx = (start.product @ weight).view(ctx.shape) if need_x else None
+        dweight = start.product.t() @ rows_of(x) if need_weight else None
+        dresidual = start.residual.view_as(dout) if ctx.needs_input_grad[4] else None
+        return refuse_again((dx, dweight, start.bias, None, dresidual, None, None))
 
 
 def save(ctx: Any, *pairs: Any) -> None:
@@ -127,13 +98,6 @@ def zeros_for(dout: Tensor, is_needed: bool) -> Tensor:
 def rows_of(tensor: Tensor) -> Tensor:
     """Returns a tensor as a contiguous matrix of rows."""
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
-
-
-def _products(ctx: Any, dproduct: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of x and weight, None where they are not needed; autograd casts them."""
-    need_x, need_weight, *_ = ctx.needs_input_grad
-    dx = (dproduct @ weight).view(ctx.shape) if need_x else None
-    return dx, dproduct.t() @ rows_of(x) if need_weight else None
 
 
 # Linear, residual and LayerNorm ---------------------------------------------------------------------------
@@ -234,14 +198,14 @@ def matrices(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
 
 def linear(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear`` for checked arguments of which the bias needs a gradient."""
-    return _Linear.apply(*call)
+    return _Linear.apply(*call, None, None, None, False)
 
 
 def linear_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_gelu`` for checked arguments; under autocast, in its dtype."""
     x, weight, bias, approximate = call
     if modes.wants_gradient(x, weight, bias):
-        return _LinearGelu.apply(*call)
+        return _Linear.apply(*call, None, None, False)
     out, _ = linear_gelu_forward(*matrices(x, weight, bias), approximate, False)
     return out.view(*x.shape[:-1], weight.shape[0])
 
@@ -255,7 +219,7 @@ def linear_add(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_add`` for checked arguments; the product, in autocast's dtype."""
     x, weight, bias, residual, inplace, scale, scales_sum = call
     if scale is not None or modes.wants_gradient(x, weight, bias, residual):
-        return _LinearAdd.apply(x, weight, bias, residual, contiguous(scale), scales_sum)
+        return _Linear.apply(x, weight, bias, None, residual, contiguous(scale), scales_sum)
     dtype = sum_dtype(x, residual)
     x, weight, bias = matrices(x, weight, bias)
     if not inplace:

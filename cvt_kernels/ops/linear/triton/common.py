@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .... import launch, machine
 from ....launch import formulas, launching
 from ....launch.records import Product
+from ...triton_launch import product_types
 from ...triton_tf32 import rounded
 
 #: The most outputs of a row that is normalized: its sums stay in registers.
@@ -89,15 +90,6 @@ class KernelSpec(NamedTuple):
     hardware_tanh: bool
 
 
-#: Triton's dtypes of the factors of a product.
-ELEMENTS = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
-
-
 class LinearTiling(NamedTuple):
     """The tiling of a launch.
 
@@ -134,9 +126,8 @@ class LinearTiling(NamedTuple):
         has_descriptors = generation >= 90 and all(map(_may_be_described, (x, weight)))
         writes_descriptors = has_descriptors and all(map(_may_be_described, results))
         is_persistent = has_descriptors and config.programs > 0
-        upcast = machine.INTERPRETING and x.dtype == torch.bfloat16
         tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        accumulator = tl.float64 if x.dtype == torch.float64 else tl.float32
+        types = product_types(x.dtype, tf32=tf32)
         is_half = results[0].element_size() == 2
         block_k = min(config.block_k, padded(inputs, 16))
         spec = KernelSpec(
@@ -153,14 +144,21 @@ class LinearTiling(NamedTuple):
             is_persistent=is_persistent,
             residual_first=x.element_size() == 2,
             specialized=is_persistent and config.specialized and _CAN_SPECIALIZE,
-            operand=tl.float32 if upcast else ELEMENTS[x.dtype],
-            accumulator=accumulator,
-            precision="tf32" if tf32 else "ieee",
+            operand=types["operand"],
+            accumulator=types["accumulator"],
+            precision=types["precision"],
             is_half=is_half,
             hardware_tanh=is_half and not machine.INTERPRETING,
         )
         programs = min(tiles, config.programs * chip.multiprocessors) if is_persistent else tiles
         return cls(spec, config.options, tiles, programs)
+
+    def launch(self, kernel: Any, x: Tensor, weight: Tensor, **given: Any) -> None:
+        """Launches a kernel on x (M, K) and the weight (N, K), with these arguments besides the sizes."""
+        launching.launch(
+            kernel, (self.programs,), on=x, options=self.options, x=self.rows(x), weight=self.weight(weight),
+            rows=x.shape[0], SPEC=self.spec, **given,
+        )  # fmt: skip
 
     def rows(self, x: Tensor) -> Tensor | TensorDescriptor:
         """Returns x (M, K) as the kernel's argument: itself or a descriptor."""

@@ -90,12 +90,10 @@ def linear_gelu_forward(
     """Returns gelu(x · weightᵀ + bias) for contiguous x (M, K), and GELU's input, empty if not needed."""
     out, pre = _gelu_like(x, weight, bias, approximate, need_pre)
     tiling = LinearTiling.of("linear_gelu", x, weight, (out, pre) if need_pre else (out,))
-    launching.launch(
-        _linear_gelu_kernel, (tiling.programs,), on=x, options=tiling.options,
-        x=tiling.rows(x), weight=tiling.weight(weight), bias_ptr=bias,
-        out=tiling.result(out), pre=tiling.result(pre) if need_pre else None,
-        rows=x.shape[0], tiles=tiling.tiles, programs=tiling.programs, APPROXIMATE=approximate,
-        SPEC=tiling.spec,
+    tiling.launch(
+        _linear_gelu_kernel, x, weight, bias_ptr=bias, out=tiling.result(out),
+        pre=tiling.result(pre) if need_pre else None, tiles=tiling.tiles, programs=tiling.programs,
+        APPROXIMATE=approximate,
     )  # fmt: skip
     return out, pre
 
@@ -132,11 +130,9 @@ def linear_add_forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual:
     """Writes residual + x · weightᵀ + bias to ``out``, which may be the residual; all are contiguous."""
     out = out.view(x.shape[0], -1)
     tiling = LinearTiling.of("linear_add", x, weight, (out,))
-    launching.launch(
-        _linear_add_kernel, (tiling.programs,), on=x, options=tiling.options,
-        x=tiling.rows(x), weight=tiling.weight(weight), bias_ptr=bias, residual_ptr=residual,
-        out=tiling.result(out), rows=x.shape[0], tiles=tiling.tiles, programs=tiling.programs,
-        SPEC=tiling.spec,
+    tiling.launch(
+        _linear_add_kernel, x, weight, bias_ptr=bias, residual_ptr=residual, out=tiling.result(out),
+        tiles=tiling.tiles, programs=tiling.programs,
     )  # fmt: skip
 
 
@@ -182,10 +178,8 @@ def grouped_linear_forward(
     config = replace(config, block_m=min(config.block_m, 128), programs=0)
     tiling = LinearTiling.by(config, x, weight[:outputs], (out,))
     second, third = (*groups, rows, rows)[:2]
-    launching.launch(
-        _grouped_linear_kernel, (tiling.tiles,), on=x, options=tiling.options, x=tiling.rows(x),
-        weight=tiling.weight(weight), bias_ptr=bias, out=tiling.result(out), rows=rows, second=second,
-        third=third, SPEC=tiling.spec,
+    tiling.launch(
+        _grouped_linear_kernel, x, weight, bias_ptr=bias, out=tiling.result(out), second=second, third=third
     )  # fmt: skip
 
 
@@ -269,9 +263,8 @@ def linear_add_layer_norm_forward(
     """Writes h = residual + x · weightᵀ + bias, perhaps over the residual, and its LayerNorm y."""
     h, y = h.view(x.shape[0], -1), y.view(x.shape[0], -1)
     tiling = LinearTiling.of("linear_add_layer_norm", x, weight, (h, y))
-    launching.launch(
-        _linear_add_layer_norm_kernel, (tiling.programs,), on=x, options=tiling.options,
-        x=tiling.rows(x), weight=tiling.weight(weight), bias_ptr=bias, residual_ptr=residual, shift_ptr=shift,
+    tiling.launch(
+        _linear_add_layer_norm_kernel, x, weight, bias_ptr=bias, residual_ptr=residual, shift_ptr=shift,
         norm_weight_ptr=norm_weight, norm_bias_ptr=norm_bias, h=tiling.result(h), y=tiling.result(y),
-        rows=x.shape[0], tiles=tiling.tiles, programs=tiling.programs, eps=eps, SPEC=tiling.spec,
+        tiles=tiling.tiles, programs=tiling.programs, eps=eps,
     )  # fmt: skip

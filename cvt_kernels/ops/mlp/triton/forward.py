@@ -14,9 +14,9 @@ from ....backends import Record
 from ....launch import formulas, launching
 from ....launch.records import Mlp
 from ...graph_operators import launcher
-from ...linear.triton.common import ELEMENTS, padded
+from ...linear.triton.common import padded
 from ...triton_gelu import activate, activate_half
-from ...triton_launch import contiguous, grid_dependency_synchronize
+from ...triton_launch import contiguous, grid_dependency_synchronize, product_types
 from ...triton_tf32 import rounded
 
 #: The most channels of a row, and the most weights of a layer, padded: two layers have 128 KiB in 16 bits.
@@ -50,11 +50,7 @@ class KernelSpec(NamedTuple):
         channels, hidden: C and the hidden features.
         block_c: C padded to a power of two of at least 16.
         approximate: GELU's variant.
-        element: Triton's dtype of the factors of a product.
-        operand: The dtype in which they are multiplied: ``element``, but float32 for bfloat16 in Triton's
-            interpreter, whose product of bfloat16 is wrong.
-        accumulator: float32, or float64 for float64.
-        precision: ``input_precision`` of ``tl.dot``.
+        element, operand, accumulator, precision: See :func:`product_types`, of the factors' dtype.
         residual_first: Whether products are added to x, rather than x to their sum: a 16-bit x loses no
             digits by it.
         is_half: Whether x has 16 bits.
@@ -79,20 +75,16 @@ class KernelSpec(NamedTuple):
     def of(cls, x: Tensor, hidden: int, approximate: str, dtype: torch.dtype) -> KernelSpec:
         """Returns the specification for rows ``x``, operands of ``dtype`` and PyTorch's TF32 setting."""
         tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        upcast = machine.INTERPRETING and dtype == torch.bfloat16
         return cls(
             channels=x.shape[-1],
             hidden=hidden,
             block_c=padded(x.shape[-1]),
             approximate=approximate,
-            element=ELEMENTS[dtype],
-            operand=tl.float32 if upcast else ELEMENTS[dtype],
-            accumulator=tl.float64 if dtype == torch.float64 else tl.float32,
-            precision="tf32" if tf32 else "ieee",
             residual_first=x.element_size() == 2,
             is_half=dtype.itemsize == 2,
             hardware_tanh=dtype.itemsize == 2 and not machine.INTERPRETING,
             unpack=x.dtype == torch.bfloat16 and not machine.INTERPRETING,
+            **product_types(dtype, tf32=tf32),
         )
 
 
