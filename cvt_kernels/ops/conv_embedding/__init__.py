@@ -96,10 +96,7 @@ def _cost_class(call: Record) -> str:
 
 
 @operator(
-    backends={
-        "triton": triton_kernels("triton.operator"),
-        "cpu": extension_kernels("cpu"),
-    },
+    backends={"triton": triton_kernels("triton.operator"), "cpu": extension_kernels("cpu")},
     cost_class=_cost_class,
     sample=sampled(2**18, "image"),
     check=_check_all,

@@ -56,10 +56,7 @@ def _cost_class(call: Record) -> str:
 
 
 @operator(
-    backends={
-        "gluon": gluon_kernels("gluon"),
-        "triton": triton_kernels("triton.forward"),
-    },
+    backends={"gluon": gluon_kernels("gluon"), "triton": triton_kernels("triton.forward")},
     cost_class=_cost_class,
     sample=sample_of_projection,
     sequences={"convs": "a sequence of ConvBatchNorm", "linears": "a sequence of pairs (weight, bias)"},

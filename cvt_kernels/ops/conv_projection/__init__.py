@@ -75,10 +75,7 @@ def _number_of_statistics(call: Record) -> int:
 
 
 @operator(
-    backends={
-        "triton": triton_kernels("triton.autograd"),
-        "cpu": extension_kernels("cpu"),
-    },
+    backends={"triton": triton_kernels("triton.autograd"), "cpu": extension_kernels("cpu")},
     cost_class=cost_class_of_projection,
     sample=sample_of_projection,
     sequences={"convs": "a sequence of ConvBatchNorm"},

@@ -34,54 +34,39 @@ _MAX_PADDING = 64  # more is for rows of many more zeros than tokens
 _MAX_SUMMANDS = 4  # kMaxSummands, likewise
 
 
+class _Conv(NamedTuple):
+    """The numbers of a convolution, whether its statistics are constants, and the length of its sum."""
+
+    stride: int
+    padding: int
+    dilation: int
+    eps: float
+    is_constant: bool
+    summands: int
+
+
 class _Settings(NamedTuple):
-    """Numeric arguments of the operators; ``geometry`` has three per convolution, the others one."""
+    """The numbers of a call."""
 
     height: int
     width: int
-    geometry: list[int]
-    eps: list[float]
-    constant: list[int]  # whether the statistics are constants
-    summands: list[int]  # as of ``records.flattened``
-
-    @classmethod
-    def of(
-        cls, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], summands: Sequence[int], training: bool
-    ) -> _Settings:
-        """Collects the settings of a call."""
-        return cls(
-            *grid,
-            geometry=[n for conv in convs for n in (conv.stride, conv.padding, conv.dilation)],
-            eps=[conv.eps for conv in convs],
-            constant=[int(not _takes_statistics(conv, training)) for conv in convs],
-            summands=list(summands),
-        )
+    convs: list[_Conv]
 
     def formula(self, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
         """Computes a call by PyTorch's operators; ``tensors`` are those of the autograd function."""
-        count, convs = len(self.eps), list[ConvBatchNorm]()
-        for i, constant in enumerate(self.constant):
+        count, convs = len(self.convs), list[ConvBatchNorm]()
+        for i, own in enumerate(self.convs):
             scale, shift, *statistics = tensors[count + 4 * i : count + 4 * i + 4]
-            mean, variance = statistics if constant else (None, None)
-            stride, padding, dilation = self.geometry[3 * i : 3 * i + 3]
-            settings: dict[str, Any] = {
-                "stride": stride,
-                "padding": padding,
-                "dilation": dilation,
-                "eps": self.eps[i],
-            }
+            mean, variance = statistics if own.is_constant else (None, None)
+            settings: dict[str, Any] = {name: getattr(own, name) for name in own._fields[:4]}
             convs.append(ConvBatchNorm(tensors[i], scale, shift, mean, variance, **settings))
-        branches = unflattened(convs, self.summands)
+        branches = unflattened(convs, [own.summands for own in self.convs])
         return reference.conv_projection(x, (self.height, self.width), branches, training=False)
 
-    def part(self, branches: Sequence[int]) -> _Settings:
-        """Returns the settings of some convolutions."""
-        return self._replace(
-            geometry=[n for i in branches for n in self.geometry[3 * i : 3 * i + 3]],
-            eps=[self.eps[i] for i in branches],
-            constant=[self.constant[i] for i in branches],
-            summands=[self.summands[i] for i in branches],
-        )
+
+def _geometry(convs: Sequence[_Conv]) -> list[int]:
+    """Returns three numbers for each convolution, as the operators take them."""
+    return [n for own in convs for n in own[:3]]
 
 
 def _takes_statistics(conv: ConvBatchNorm, training: bool) -> bool:
@@ -100,7 +85,7 @@ class _ConvProjection(torch.autograd.Function):
         ctx.settings = settings
         ctx.save_for_backward(x, *tensors)
         ctx.set_materialize_grads(False)  # an output that is not used costs nothing
-        count = len(settings.eps)
+        count = len(settings.convs)
         return tuple(_infer(x, settings, tensors[:count], tensors[count:]))
 
     @staticmethod
@@ -109,15 +94,17 @@ class _ConvProjection(torch.autograd.Function):
         if torch.is_grad_enabled():
             dx, *others = gradients_again(ctx.settings.formula, (x, *tensors), *douts)
             return dx, None, *others
-        count = len(ctx.settings.eps)
+        height, width, convs = ctx.settings
+        count = len(convs)
         weights, norms = tensors[:count], [tensors[i : i + 4] for i in range(count, 5 * count, 4)]
-        lengths = [length for length in ctx.settings.summands if length]
+        lengths = [own.summands for own in convs if own.summands]
         of_convs = [dout for dout, length in zip(douts, lengths, strict=True) for _ in range(length)]
         used = [i for i, dout in enumerate(of_convs) if dout is not None]
-        height, width, geometry, eps, constant, summands = ctx.settings.part(used)
+        own = [convs[i] for i in used]
         dx, *gradients = _ops.conv_projection_gradients.default(
             [of_convs[i] for i in used], x, height, width, [weights[i] for i in used],
-            [t for i in used for t in (norms[i][0], *norms[i][2:])], geometry, eps, constant, summands,
+            [t for i in used for t in (norms[i][0], *norms[i][2:])], _geometry(own), [c.eps for c in own],
+            [int(c.is_constant) for c in own], [c.summands for c in own],
         )  # fmt: skip
         dweights: list[Tensor | None] = [None] * count
         dnorms: list[Tensor | None] = [None] * (4 * count)
@@ -131,7 +118,9 @@ class _ConvProjection(torch.autograd.Function):
 def _infer(
     x: Tensor, settings: _Settings, weights: Sequence[Tensor], norms: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    height, width, geometry, eps, _, summands = settings
+    height, width, convs = settings
+    eps, summands = [own.eps for own in convs], [own.summands for own in convs]
+    geometry = _geometry(convs)
     return _ops.conv_projection_inference.default(x, height, width, weights, norms, geometry, eps, summands)
 
 
@@ -217,11 +206,15 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
     x, grid, convs, training = call
     convs, lengths = flattened(convs)
     wants_gradient = _wants_gradient(x, convs)
-    settings = _Settings.of(grid, convs, lengths, training)
+    numbers = [
+        _Conv(*conv[6:9], conv.eps, not _takes_statistics(conv, training), length)
+        for conv, length in zip(convs, lengths, strict=True)
+    ]
+    settings = _Settings(*grid, numbers)
     weights = [conv.weight for conv in convs]
     if (dtype := modes.autocast_dtype(x)) is not None:
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]
-    if not wants_gradient and all(settings.constant):
+    if not wants_gradient and all(own.is_constant for own in numbers):
         return tuple(_infer(x, settings, weights, [t for conv in convs for t in conv[1:5]]))
     norms = _norms(x, settings, weights, convs)
     if training:
@@ -235,13 +228,12 @@ def _norms(
     x: Tensor, settings: _Settings, weights: Sequence[Tensor], convs: Sequence[ConvBatchNorm]
 ) -> list[Tensor | None]:
     """Returns scale, shift, mean and variance of each convolution, in the accumulators' dtype."""
-    taking = [i for i, constant in enumerate(settings.constant) if not constant]
+    taking = [i for i, own in enumerate(settings.convs) if not own.is_constant]
     statistics: dict[int, tuple[Tensor | None, Tensor | None]] = {}
     if taking:
         with torch.no_grad():
-            height, width, geometry, *_ = settings.part(taking)
-            of_taking = [weights[i] for i in taking]
-            means, variances = _ops.conv_projection_moments.default(x, height, width, of_taking, geometry)
+            geometry, of_taking = _geometry([settings.convs[i] for i in taking]), [weights[i] for i in taking]
+            means, variances = _ops.conv_projection_moments.default(x, *settings[:2], of_taking, geometry)
         statistics = dict(zip(taking, zip(means, variances, strict=True), strict=True))
     norms: list[Tensor | None] = []
     for i, conv in enumerate(convs):

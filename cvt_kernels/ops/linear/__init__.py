@@ -206,10 +206,7 @@ def _check_linear_gelu(call: Any) -> None:
 
 
 @operator(
-    backends={
-        "gluon": gluon_kernels("gluon"),
-        "triton": triton_kernels("triton.autograd"),
-    },
+    backends={"gluon": gluon_kernels("gluon"), "triton": triton_kernels("triton.autograd")},
     check=_check_linear_gelu,
     composed=_compose_gelu,
     **_OF_FUSED,
@@ -266,10 +263,7 @@ def check_factors(scale: Tensor | None, scales_sum: bool, x: Tensor) -> None:
 
 
 @operator(
-    backends={
-        "gluon": gluon_kernels("gluon"),
-        "triton": triton_kernels("triton.autograd"),
-    },
+    backends={"gluon": gluon_kernels("gluon"), "triton": triton_kernels("triton.autograd")},
     check=_check_scaled_sum,
     composed=_compose_add,
     **_OF_FUSED,

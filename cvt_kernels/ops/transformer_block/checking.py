@@ -118,8 +118,7 @@ def _check_grids(grid: tuple[int, int], convs: Sequence[ConvBatchNorm]) -> None:
 
 def _check_reduction(x: Tensor, grid: tuple[int, int], reduction: Reduction) -> None:
     channels, weight = x.shape[2], reduction.weight
-    checks.check_float_tensor("block.reduce.weight", weight, _REDUCING)
-    checks.check_rank("block.reduce.weight", weight, 4, _REDUCING)
+    checks.check_dimensions("block.reduce.weight", weight, 4, _REDUCING)
     ratio = weight.shape[3]
     checks.check_tensor_like("block.reduce.weight", weight, (channels, channels, ratio, ratio), _REDUCING, x)
     if not 1 <= ratio <= min(grid):
@@ -127,8 +126,7 @@ def _check_reduction(x: Tensor, grid: tuple[int, int], reduction: Reduction) -> 
             f"block.reduce.weight: got a kernel of {ratio}×{ratio} for a grid of {grid[0]}×{grid[1]}, "
             "expected at most its sizes"
         )
-    if reduction.bias is not None:
-        checks.check_tensor_like("block.reduce.bias", reduction.bias, (channels,), "(channels,)", x)
+    checks.check_vector("block.reduce.bias", reduction.bias, channels, x)
     check_norm("block.reduce.norm", reduction.norm, x)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ... import machine
 from ...backends import Record, bound_by
-from ...records import AnyLinear, ConvBatchNorm, DepthwiseConv, Linear, Norm, Reduction, TransformerBlock
+from ...records import AnyLinear, ConvBatchNorm, Linear, Norm, Reduction, TransformerBlock
 from .. import weight_cache
 from ..autograd import count_change
 
@@ -76,37 +76,38 @@ def _why_convolutional_unsupported(call: Record) -> str | None:
 @torch.inference_mode(False)  # copies made in inference mode could not be used outside it
 @torch.no_grad()
 def _pack_convolutional(block: TransformerBlock) -> tuple[Any, ...]:
-    linears = block.layers()
-    packed = [*map(_pack_projection, block.convs), *map(_pack_linear, linears)]
+    layers, scales = _pack_layers(block)
+    packed = [*map(_pack_projection, block.convs), *layers]
     geometry = [n for c in block.convs for n in (c.weight.shape[3], c.stride, c.padding, c.dilation)]
-    return packed, _vectors(block), geometry, _widths(block), _scales_of(block)
+    return packed, _vectors(block), geometry, _widths(block), scales
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def _pack_pyramidal(block: TransformerBlock) -> tuple[Any, ...]:
-    vectors, rows, reduction = _vectors(block), [], block.reduce
+    vectors, rows, conv, reduction = _vectors(block), [], None, block.reduce
     if isinstance(reduction, Reduction):
         vectors += [_bias(reduction), *_vectors_of(reduction.norm, reduction.weight.shape[0])]
         # a linear layer for each row of its weight
         rows = [_ops.pack_linear.default(row) for row in reduction.weight.permute(2, 0, 3, 1).flatten(2)]
-    conv = None if block.mix is None else _pack_convolution(block.mix)
-    packed = [_pack_linear(linear) for linear in block.layers()]
-    return packed, rows, conv, vectors, _widths(block), _scales_of(block)
+    if block.mix is not None:
+        weight, bias = block.mix
+        conv = _ops.pack_depthwise.default(weight.contiguous(), None if bias is None else bias.contiguous())
+    packed, scales = _pack_layers(block)
+    return packed, rows, conv, vectors, _widths(block), scales
 
 
-def _pack_linear(linear: AnyLinear) -> Tensor:
-    pack = _ops.pack_linear if isinstance(linear, Linear) else _ops.pack_linear_int8
-    return pack.default(linear.weight)
-
-
-def _scales_of(block: TransformerBlock) -> list[Tensor]:
-    return [_weight_scale(linear) for linear in block.layers()]
-
-
-def _weight_scale(linear: AnyLinear) -> Tensor:
-    """Returns the scales of a quantized layer's outputs; an empty tensor for other layers."""
-    return torch.empty(0) if isinstance(linear, Linear) else linear.weight_scale.detach().contiguous()
+def _pack_layers(block: TransformerBlock) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the packed weights, and the scales of quantized layers' outputs, empty for other layers."""
+    packed, scales = [], []
+    for layer in block.layers():
+        if isinstance(layer, Linear):
+            packed.append(_ops.pack_linear.default(layer.weight))
+            scales.append(torch.empty(0))
+        else:
+            packed.append(_ops.pack_linear_int8.default(layer.weight))
+            scales.append(layer.weight_scale.detach().contiguous())
+    return packed, scales
 
 
 def _pack_projection(conv: ConvBatchNorm) -> Tensor:
@@ -117,11 +118,6 @@ def _pack_projection(conv: ConvBatchNorm) -> Tensor:
     shift = torch.zeros_like(mean) if conv.bn_bias is None else conv.bn_bias
     norms = (t.detach().contiguous() for t in (scale, shift, mean, variance))
     return _ops.pack_convolution.default(conv.weight.detach(), *norms, conv.eps)
-
-
-def _pack_convolution(conv: DepthwiseConv) -> Tensor:
-    bias = None if conv.bias is None else conv.bias.contiguous()
-    return _ops.pack_depthwise.default(conv.weight.contiguous(), bias)
 
 
 def _vectors(block: TransformerBlock) -> list[Tensor]:

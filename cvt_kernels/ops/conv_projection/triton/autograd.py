@@ -15,7 +15,7 @@ from ....records import ConvBatchNorm
 from ...autograd import gradients_again
 from .backward import projection_backward, weights_of
 from .common import Geometry, parameters_of
-from .forward import Running, batch_statistics, projection_forward
+from .forward import batch_statistics, projection_forward
 from .sliding import why_not_sliding
 
 #: Grid, strides and epsilons of a call.
@@ -125,12 +125,9 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
     weights, gammas, betas, means, variances = parameters_of(x, convs)
     batch_stats = training or convs[0].running_mean is None
     if batch_stats:
-        running = _running(convs, x.shape[0], grid) if training else Running([], [], [], [], [], [])
+        running = _running(convs if training else (), x.shape[0], grid)
         with torch.no_grad():
-            statistics = batch_statistics(
-                x, constants[0], constants[1], weights, running.rows, running.means, running.variances,
-                running.tracked, running.momenta, running.corrections,
-            )  # fmt: skip
+            statistics = batch_statistics(x, constants[0], constants[1], weights, *running)
         means, variances = (list(each.unbind()) for each in statistics)
     tensors = weights, gammas, betas, means, variances
     if not modes.wants_gradient(x, *weights, *gammas, *betas):  # an autograd function takes the host long
@@ -138,13 +135,13 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
     return _ConvProjection.apply(x, constants, batch_stats, *(t for each in tensors for t in each))
 
 
-def _running(convs: Sequence[ConvBatchNorm], batch: int, grid: tuple[int, int]) -> Running:
-    """Returns the running statistics of the convolutions that have such."""
+def _running(convs: Sequence[ConvBatchNorm], batch: int, grid: tuple[int, int]) -> tuple[Any, ...]:
+    """Returns what :func:`batch_statistics` takes of the convolutions that have running statistics."""
     geometry = Geometry.of(grid, [conv.stride for conv in convs])
     counts = [batch * height * width for height, width in geometry.output_grids]
     rows = [i for i, conv in enumerate(convs) if conv.running_mean is not None]
     tracking = [convs[i] for i in rows]
-    return Running(
+    return (
         rows,
         [conv.running_mean for conv in tracking if conv.running_mean is not None],
         [conv.running_var for conv in tracking if conv.running_var is not None],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -108,25 +108,6 @@ def _merge_stats_kernel(
             )  # fmt: skip
 
 
-class Running(NamedTuple):
-    """The running statistics that the statistics of a batch update, of the branches that have such.
-
-    Attributes:
-        rows: Their branches.
-        means, variances: (C,), contiguous.
-        tracked: Their counts of batches.
-        momenta: Weights of the batch.
-        corrections: n / (n − 1), which makes the variance unbiased.
-    """
-
-    rows: list[int]
-    means: list[Tensor]
-    variances: list[Tensor]
-    tracked: list[Tensor]
-    momenta: list[float]
-    corrections: list[float]
-
-
 def _statistics_like(x: Tensor, grid: Any, strides: Sequence[int], *_: Any) -> tuple[Tensor, Tensor]:
     mean, variance = (x.new_empty(len(strides), x.shape[2], dtype=accumulator_dtype(x)) for _ in range(2))
     return mean, variance
@@ -142,24 +123,23 @@ def batch_statistics(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns mean and biased variance (branches, C) of every branch's convolution, over batch and grid.
 
-    It updates running statistics; see :class:`Running` for what comes after the weights.
+    Args:
+        x, grid, strides, weights: As of :func:`projection_forward`.
+        rows: The branches with running statistics, which it updates.
+        running_means, running_vars: Theirs (C,), contiguous.
+        tracked: Their counts of batches.
+        momenta: Weights of the batch.
+        corrections: n / (n − 1), which makes the variance unbiased.
     """
-    running = Running(rows, running_means, running_vars, tracked, momenta, corrections)
-    x = maybe_contiguous(x)
-    return _merged(*sliding_statistics(x, Geometry.of(grid, strides), weights), running)
-
-
-def _merged(partial: Tensor, counts: Tensor, running: Running) -> tuple[Tensor, Tensor]:
-    """Merges the regions' statistics and counts to mean and biased variance (branches, C)."""
+    partial, counts = sliding_statistics(maybe_contiguous(x), Geometry.of(grid, strides), weights)
     branches, _, regions, channels = partial.shape
     mean, variance = (partial.new_empty(branches, channels) for _ in range(2))
     config = configuration("merge_stats", partial)
     launching.launch(
         _merge_stats_kernel, (-(-channels // config.channels), branches), on=partial, options=config.options,
         partial_ptr=partial, counts_ptr=counts, mean_ptr=mean, var_ptr=variance,
-        running_mean_ptrs=tuple(running.means), running_var_ptrs=tuple(running.variances),
-        tracked_ptrs=tuple(running.tracked), momenta=tuple(running.momenta),
-        corrections=tuple(running.corrections), channels=channels, regions=regions,
-        ROWS=tuple(running.rows), TILE=Tile.of(config, partial.dtype),
+        running_mean_ptrs=tuple(running_means), running_var_ptrs=tuple(running_vars),
+        tracked_ptrs=tuple(tracked), momenta=tuple(momenta), corrections=tuple(corrections),
+        channels=channels, regions=regions, ROWS=tuple(rows), TILE=Tile.of(config, partial.dtype),
     )  # fmt: skip
     return mean, variance

@@ -103,47 +103,20 @@ def rows_of(tensor: Tensor) -> Tensor:
 # Linear, residual and LayerNorm ---------------------------------------------------------------------------
 
 
-def _sum_like(x, weight, bias, residual, dtype):
-    return torch.empty_like(residual, dtype=dtype)
+@launcher("linear_add", mutates=("out",))
+def _launch_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+    """Writes the sum to ``out``, which holds the residual if there is no other."""
+    linear_add_forward(x, weight, bias, out if residual is None else residual, out)
 
 
-@launcher("linear_add", _sum_like)
-def _launch_add(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, dtype: torch.dtype
-) -> Tensor:
-    out = torch.empty_like(residual, dtype=dtype)
-    linear_add_forward(x, weight, bias, residual, out)
-    return out
-
-
-@launcher("linear_add_", mutates=("residual",))
-def _launch_add_inplace(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
-    linear_add_forward(x, weight, bias, residual, residual)
-
-
-def _normalized_like(x, weight, bias, residual, norm_weight, norm_bias, shift, eps, *dtypes):
-    made = [torch.empty_like(residual, dtype=dtype) for dtype in dtypes]
-    return tuple(made) if len(made) > 1 else made[0]
-
-
-@launcher("linear_add_layer_norm", _normalized_like)
+@launcher("linear_add_layer_norm", mutates=("h", "y"))
 def _launch_add_layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, shift: Tensor | None, eps: float, dtype: torch.dtype, norm_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    h, y = torch.empty_like(residual, dtype=dtype), torch.empty_like(residual, dtype=norm_dtype)
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, shift: Tensor | None, eps: float, h: Tensor, y: Tensor,
+) -> None:  # fmt: skip
+    """Writes the sum likewise to ``h``, and its LayerNorm to ``y``."""
+    residual = h if residual is None else residual
     linear_add_layer_norm_forward(x, weight, bias, residual, norm_weight, norm_bias, shift, eps, h, y)
-    return h, y
-
-
-@launcher("linear_add_layer_norm_", _normalized_like, mutates=("residual",))
-def _launch_add_layer_norm_inplace(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, shift: Tensor | None, eps: float, norm_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    y = torch.empty_like(residual, dtype=norm_dtype)
-    linear_add_layer_norm_forward(x, weight, bias, residual, norm_weight, norm_bias, shift, eps, residual, y)
-    return y
 
 
 # The backend ----------------------------------------------------------------------------------------------
@@ -220,12 +193,13 @@ def linear_add(call: Record) -> Tensor:
     x, weight, bias, residual, inplace, scale, scales_sum = call
     if scale is not None or modes.wants_gradient(x, weight, bias, residual):
         return _Linear.apply(x, weight, bias, None, residual, contiguous(scale), scales_sum)
-    dtype = sum_dtype(x, residual)
-    x, weight, bias = matrices(x, weight, bias)
-    if not inplace:
-        return _launch_add(x, weight, bias, residual.contiguous(), dtype)
-    _launch_add_inplace(x, weight, bias, residual)
-    return residual
+    out = residual if inplace else _sum_like(residual, sum_dtype(x, residual))
+    _launch_add(*matrices(x, weight, bias), None if inplace else residual.contiguous(), out)
+    return out
+
+
+def _sum_like(residual: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def linear_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
@@ -236,8 +210,8 @@ def linear_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     x, weight, bias, residual, norm_weight, norm_bias, eps, shift, inplace = call
     dtype = sum_dtype(x, residual)
     norm_dtype = torch.float32 if x.is_cuda and modes.autocast_dtype(x) is not None else dtype
-    x, weight, bias = matrices(x, weight, bias)
     norm = contiguous(norm_weight), contiguous(norm_bias), contiguous(shift), eps
-    if not inplace:
-        return _launch_add_layer_norm(x, weight, bias, residual.contiguous(), *norm, dtype, norm_dtype)
-    return residual, _launch_add_layer_norm_inplace(x, weight, bias, residual, *norm, norm_dtype)
+    h, y = residual if inplace else _sum_like(residual, dtype), _sum_like(residual, norm_dtype)
+    operands = *matrices(x, weight, bias), None if inplace else residual.contiguous()
+    _launch_add_layer_norm(*operands, *norm, h, y)
+    return h, y
