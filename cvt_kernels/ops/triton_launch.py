@@ -1,4 +1,4 @@
-"""Helpers of all Triton kernels: their start, dtypes of sums and products."""
+"""Helpers of several families of Triton kernels: their start, dtypes, factors in TF32, resizing."""
 
 from __future__ import annotations
 
@@ -74,6 +74,42 @@ def product_types(dtype: torch.dtype, *, tf32: bool = False, exact: bool = False
         "accumulator": tl.float64 if dtype == torch.float64 else tl.float32,
         "precision": ("tf32x3" if exact else "tf32") if tf32 else "ieee",
     }
+
+
+_HAS_ASSEMBLY = tl.constexpr(not machine.INTERPRETING)
+
+
+@triton.jit
+def rounded(factor, SPEC: tl.constexpr):
+    """Returns a factor of a product, rounded to TF32 if that is the precision of SPEC.
+
+    Tensor cores would cut off what TF32 has no bits for, with errors of two and a half times the size. It is
+    rounded as by cuBLAS: to nearest, halves away from zero.
+    """
+    if SPEC.precision == "tf32":
+        if _HAS_ASSEMBLY:
+            factor = tl.inline_asm_elementwise(
+                "cvt.rna.tf32.f32 $0, $1;", "=r,r", [factor], dtype=tl.float32, is_pure=True, pack=1
+            )
+        else:
+            bits = factor.to(tl.uint32, bitcast=True)
+            is_finite = (bits & 0x7F800000) != 0x7F800000
+            bits = tl.where(is_finite, (bits + 0x1000) & 0xFFFFE000, bits)
+            factor = bits.to(tl.float32, bitcast=True)
+    return factor
+
+
+@triton.jit
+def source(place, ratio, size):  # type: ignore[no-untyped-def]  # Triton reads it
+    """Returns for pixels of one side their first and second source of ``size``, and the second one's weight.
+
+    ``ratio`` is ``size`` by the number of pixels. Where nothing is resized both sources are the same, so that
+    a neighbor that is not finite does not reach a pixel by a weight of 0.
+    """
+    at = tl.maximum((place.to(tl.float32) + 0.5) * ratio - 0.5, 0.0)
+    first = tl.minimum(at.to(tl.int32), size - 1)
+    second = tl.where(ratio == 1.0, first, tl.minimum(first + 1, size - 1))
+    return first, second, at - first.to(tl.float32)
 
 
 def contiguous(tensor: Tensor | None) -> Tensor | None:

@@ -183,71 +183,47 @@ def layer_norm(call: Record) -> Tensor:
     x, weight, bias, eps, dtype, shift = call
     if shift is not None and modes.wants_gradient(x, weight, bias, shift):
         x, shift = (x + shift).to(x.dtype), None
-    return _normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype), shift)
+    return _normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype), shift)[1]
 
 
 def layer_norm_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.layer_norm_gelu``."""
     x, weight, bias, eps, approximate = call
     x = x.to(_result_dtype(x.device, x.dtype, None))
-    return _call_layer_norm(x, weight, bias, eps, approximate, x.dtype)
+    return _normalize(x, weight, bias, eps, x.dtype, activation=approximate)[1]
 
 
 def _normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype, shift: Any = None
-) -> Tensor:
-    if _writes(x, dtype):
-        return _call_layer_norm(x, weight, bias, eps, "identity", dtype, shift)
-    return _call_layer_norm(x, weight, bias, eps, "identity", x.dtype, shift).to(dtype)
-
-
-def _call_layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    activation: str,
-    dtype: torch.dtype,
-    shift: Tensor | None = None,  # None where a gradient is wanted
-) -> Tensor:
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype,
+    shift: Tensor | None = None, activation: str = "identity",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns x and its LayerNorm in a dtype; without a shift where a gradient is wanted."""
+    is_written = dtype == x.dtype or (
+        x.is_cuda and torch.float32 in (x.dtype, dtype) and dtype != torch.float64
+    )
+    own = dtype if is_written else x.dtype
     if modes.wants_gradient(x, weight, bias):
-        return _LayerNorm.apply(x, None, weight, bias, eps, activation, dtype)[1]
-    return _ops.layer_norm_inference.default(x, weight, bias, eps, activation, dtype, shift)
+        x, out = _LayerNorm.apply(x, None, weight, bias, eps, activation, own)
+    else:
+        out = _ops.layer_norm_inference.default(x, weight, bias, eps, activation, own, shift)
+    return x, out if is_written else out.to(dtype)
 
 
 def add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     """Computes ``cvt_kernels.add_layer_norm``."""
     x, residual, weight, bias, eps, dtype = call
     if residual is None:
-        return _pass_on_and_normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype))
+        return _normalize(x, weight, bias, eps, _result_dtype(x.device, x.dtype, dtype))
     stream = x.dtype if x.dtype == residual.dtype else torch.promote_types(x.dtype, residual.dtype)
     result = _result_dtype(x.device, stream, dtype)
-    if not _reads_as_they_are(x, residual, result):
+    # A kernel adds a 16-bit branch to a float32 stream and writes 16 bits.
+    if not (x.is_cuda and residual.dtype == torch.float32 and x.dtype == result):
         x, residual = x.to(stream), residual.to(stream)
         if result != stream:
-            h = x + residual
-            return h, _normalize(h, weight, bias, eps, result)
+            return _normalize(x + residual, weight, bias, eps, result)
     if modes.wants_gradient(x, residual, weight, bias):
         return _LayerNorm.apply(x, residual, weight, bias, eps, "identity", result)
     return _ops.add_layer_norm_inference.default(x, residual, weight, bias, eps, result)
-
-
-def _pass_on_and_normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    if modes.wants_gradient(x, weight, bias) and _writes(x, dtype):
-        return _LayerNorm.apply(x, None, weight, bias, eps, "identity", dtype)
-    return x, _normalize(x, weight, bias, eps, dtype)
-
-
-def _writes(x: Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether a kernel of LayerNorm writes a dtype for rows like x."""
-    return dtype == x.dtype or (x.is_cuda and torch.float32 in (x.dtype, dtype) and dtype != torch.float64)
-
-
-def _reads_as_they_are(x: Tensor, residual: Tensor, result: torch.dtype) -> bool:
-    """Returns whether a kernel adds a 16-bit branch to a float32 stream and writes 16 bits."""
-    return x.is_cuda and residual.dtype == torch.float32 and x.dtype == result
 
 
 def gelu(call: Record) -> Tensor:

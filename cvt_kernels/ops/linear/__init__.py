@@ -126,26 +126,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _has_choice(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     # Tensor subclasses implement F.linear themselves, and wrong arguments are left to F.linear's errors.
-    if type(x) is not Tensor or not checks.is_dense(x) or x.ndim == 0:
+    if type(x) is not Tensor or any(type(each) not in _PLAIN for each in (weight, bias) if each is not None):
         return False
     if x.is_cuda and not (modes.wants_gradient(bias) and choose.may_be_ours("linear", "cuda")):
         return False
-    dtype, device, layout = x.dtype, x.device, x.layout
-    if type(weight) not in _PLAIN or weight.layout is not layout or weight.ndim != 2:
+    try:
+        check_linear(x, weight, bias)
+    except (TypeError, ValueError):
         return False
-    if weight.dtype != dtype and not (x.is_cuda and modes.autocast_enabled(x)):
-        return False
-    if torch.float64 in (dtype, weight.dtype) and weight.dtype != dtype:  # which autocast leaves
-        return False
-    if weight.device != device or weight.is_nested or weight.shape[1] != x.shape[-1]:
-        return False
-    if not dtype.is_floating_point or x.numel() == 0:
-        return False
-    if bias is None:
-        return True
-    if type(bias) not in _PLAIN or bias.dtype != weight.dtype or bias.layout is not layout or bias.is_nested:
-        return False
-    return bias.device == device and bias.shape == weight.shape[:1]
+    is_mixed = not x.is_cuda and weight.dtype != x.dtype
+    return x.numel() > 0 and not is_mixed and (bias is None or bias.dtype == weight.dtype)
 
 
 _PLAIN = (Tensor, nn.Parameter)

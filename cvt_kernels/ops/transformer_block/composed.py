@@ -56,7 +56,10 @@ def transformer_block(call: Record) -> Any:
         gathered = gather_rows(x, rows)
         may_replace = modes.may_change(gathered, *block.tensors())
         out = scatter_rows(x, rows, _finish(y, gathered, grid, block, inplace=may_replace), inplace=inplace)
-    return with_scores(out, q, k, call)
+    if call.scores is None:
+        return out
+    class_tokens, pool = x.shape[1] - grid[0] * grid[1], call.scores
+    return out, attended_keys(q, k, scale=block.scale, pool=pool, class_tokens=class_tokens, rows=rows)
 
 
 def compute_within_stage(
@@ -102,15 +105,6 @@ def _normalize(x: Tensor, block: TransformerBlock, shift: Tensor | None = None) 
 
 def _heads(block: TransformerBlock, projected: Sequence[Tensor]) -> list[Tensor]:
     return [tokens.unflatten(2, (block.num_heads, -1)) for tokens in projected]
-
-
-def with_scores(out: Tensor, q: Tensor, k: Tensor, call: Record) -> Any:
-    """Returns the result of a call: x after the block, with the scores if requested."""
-    x, grid, block, rows, scores, _ = call
-    if scores is None:
-        return out
-    class_tokens = x.shape[1] - grid[0] * grid[1]
-    return out, attended_keys(q, k, scale=block.scale, pool=scores, class_tokens=class_tokens, rows=rows)
 
 
 def _project(

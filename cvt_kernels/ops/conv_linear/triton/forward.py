@@ -16,8 +16,7 @@ from ...conv_projection.triton.common import Geometry, class_tokens, maybe_conti
 from ...conv_projection.triton.sliding import load_vector, load_weights, units, why_not_sliding, widen
 from ...graph_operators import launcher
 from ...linear.triton.forward import grouped_linear_forward
-from ...triton_launch import grid_dependency_synchronize
-from ...triton_tf32 import rounded
+from ...triton_launch import grid_dependency_synchronize, rounded
 from .. import stacked
 from .common import MAX_CHANNELS, ConvLinearTiling
 

@@ -14,8 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .... import launch, machine
 from ....launch import formulas, launching
 from ....launch.records import Product
-from ...triton_launch import product_types
-from ...triton_tf32 import rounded
+from ...triton_launch import product_types, rounded
 
 #: The most outputs of a row that is normalized: its sums stay in registers.
 MAX_NORMALIZED = 512

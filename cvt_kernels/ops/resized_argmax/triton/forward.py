@@ -13,8 +13,7 @@ from .... import launch
 from ....backends import Record
 from ....launch import launching
 from ....launch.records import Rows
-from ...triton_launch import grid_dependency_synchronize
-from ...triton_resize import source
+from ...triton_launch import grid_dependency_synchronize, source
 
 #: The most classes that are compared at once, and the most columns of a rectangle of pixels.
 _CHUNK, _COLUMNS = 8, 16

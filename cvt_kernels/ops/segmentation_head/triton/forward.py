@@ -15,9 +15,13 @@ from ....backends import Record
 from ....launch import formulas, launching
 from ....launch.records import Product
 from ...linear.triton.common import padded, part_width
-from ...triton_launch import grid_dependency_synchronize, product_types, why_not_for_inference
-from ...triton_resize import source
-from ...triton_tf32 import rounded
+from ...triton_launch import (
+    grid_dependency_synchronize,
+    product_types,
+    rounded,
+    source,
+    why_not_for_inference,
+)
 
 #: The most maps besides the first.
 MOST_MAPS = 4
