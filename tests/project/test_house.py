@@ -133,7 +133,7 @@ def test_no_circle_of_files():
 
 
 def test_modules_have_the_kernels_that_a_declaration_names():
-    """What a call has loaded before is a function, and exists."""
+    """Functions that an earlier call has loaded are no paths any more."""
     ours = [each for known in backends.implementations.values() for each in known.values() if each.devices]
     named = {path for each in ours for path in (each.function, each.why_unsupported) if isinstance(path, str)}
     defined = {
