@@ -117,10 +117,6 @@ def _check(call: Any) -> None:
         raise ValueError(f"dropout_p: got {call.dropout_p}, expected a probability in [0, 1)")
 
 
-def _check_rows(call: Any) -> None:
-    _check_row_values(call.position, call.k.shape[1])
-
-
 def _check_row_values(position: PositionBias | None, keys: int) -> None:
     """Raises ValueError unless chosen queries are tokens, the class token among them, or -1."""
     if position is not None and position.rows is not None:
@@ -179,7 +175,7 @@ def _first_queries(call: Record, most: int) -> Record:
     sample=_sample,
     check=_check,
     defaults=("sdpa", "reference"),
-    check_numbers=("position", _check_rows),
+    check_numbers=("position", lambda call: _check_row_values(call.position, call.k.shape[1])),
 )
 def attention(
     q: Tensor,
@@ -279,21 +275,16 @@ def _check_scores(q: Tensor, k: Tensor, bias: Tensor | None, position: PositionB
         checks.check_like("bias", bias, "q", q)
         _check_broadcasts("bias", bias, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     if position is not None:
-        _check_places(position)
         _check_position(position, q, k.shape[1])
 
 
-def _check_places(position: PositionBias) -> None:
-    """Raises TypeError or ValueError unless grids and stride are positive integers."""
+def _check_position(position: PositionBias, q: Tensor, keys: int) -> None:
     for name in ("query_grid", "key_grid"):
         grid = getattr(position, name)
         checks.check_grid(f"position.{name}", grid, tuple | list)
         if modes.is_known(grid[0] < 1) or modes.is_known(grid[1] < 1):
             raise ValueError(f"position.{name}: got {grid}, expected integers of at least 1")
     checks.check_int("position.stride", position.stride, 1)
-
-
-def _check_position(position: PositionBias, q: Tensor, keys: int) -> None:
     batch, queries, heads, _ = q.shape
     table, (height, width), (key_height, key_width), stride, rows = position
     class_tokens = keys - key_height * key_width

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ... import checks, modes
 from ...backends import Record
 from ...declaration import extension_kernels, operator, triton_kernels
-from ...records import Branch, ConvBatchNorm, flattened, summands
+from ...records import Branch, ConvBatchNorm, flattened, summands, unflattened
 from ..cost_classes import first_images, images_within, size_class
 
 _SHAPE, _WEIGHT = "(batch, tokens, channels)", "(channels, 1, k, k)"
@@ -61,12 +61,9 @@ def sample_of_projection(factor: int, call: Record) -> Record:
     """Returns a call of fewer images, without process groups."""
     # At least two images: one alone may have a single value per channel.
     images = max(2, images_within(_SAMPLE * factor, call.x.shape[0], call.x.numel()))
-    alone = [tuple(conv._replace(process_group=None) for conv in summands(branch)) for branch in call.convs]
-    return first_images(call, images, "x")._replace(convs=tuple(map(_branch, alone)))
-
-
-def _branch(parts: tuple[ConvBatchNorm, ...]) -> Branch:
-    return parts[0] if len(parts) == 1 else parts
+    convs, lengths = flattened(call.convs)
+    alone = unflattened([conv._replace(process_group=None) for conv in convs], lengths)
+    return first_images(call, images, "x")._replace(convs=alone)
 
 
 def _number_of_statistics(call: Record) -> int:

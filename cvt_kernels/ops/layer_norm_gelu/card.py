@@ -23,33 +23,25 @@ def _gelu(m: Any) -> Any:
 
 
 def _layer_norm_gelu(m: Any) -> Any:
-    return (m.activation(*cards.shape_of(m)), *m.norm(m.channels)[:2]), {
-        "eps": m.eps,
-        "approximate": m.approximate,
-    }
+    settings = {"eps": m.eps, "approximate": m.approximate}
+    return (m.activation(*cards.shape_of(m)), *m.norm(m.channels)[:2]), settings
 
 
-def _layer_norm_stage(step: cards.Step) -> None:
-    step.call("layer_norm", step.x(), step.tensor(step.channels), step.tensor(step.channels))
+def _normalizing(operator: str, streams: int = 1) -> cards.Launches:
+    """Returns a call of an operator with a LayerNorm, which takes so many tensors of tokens."""
 
+    def run(step: cards.Step) -> None:
+        vectors = step.tensor(step.channels), step.tensor(step.channels)
+        step.call(operator, *(step.x() for _ in range(streams)), *vectors)
 
-def _add_layer_norm_stage(step: cards.Step) -> None:
-    vectors = step.tensor(step.channels), step.tensor(step.channels)
-    step.call("add_layer_norm", step.x(), step.x(), *vectors)
+    return cards.Launches(run)
 
 
 def _gelu_stage(step: cards.Step) -> None:
     """Runs both GELUs of the public CvTs, Hugging Face's and Microsoft's, between the layers of an MLP."""
     for approximate in ("none", "quick"):
-        step.call("gelu", _hidden(step), step.tensor(4 * step.channels), approximate=approximate)
-
-
-def _layer_norm_gelu_stage(step: cards.Step) -> None:
-    step.call("layer_norm_gelu", step.x(), step.tensor(step.channels), step.tensor(step.channels))
-
-
-def _hidden(step: cards.Step) -> Any:
-    return step.tensor(step.batch, step.tokens, 4 * step.channels)
+        hidden = step.tensor(step.batch, step.tokens, 4 * step.channels)
+        step.call("gelu", hidden, step.tensor(4 * step.channels), approximate=approximate)
 
 
 CARDS = {
@@ -59,7 +51,7 @@ CARDS = {
         examples=cards.of_rows("bare=True", "shifted=True", "result=bfloat16"),
         normalizes=True,
         multiplies=False,
-        stages={"layer_norm": cards.Launches(_layer_norm_stage)},
+        stages={"layer_norm": _normalizing("layer_norm")},
     ),
     "add_layer_norm": cards.Card(
         call=_add_layer_norm,
@@ -67,7 +59,7 @@ CARDS = {
         examples=cards.of_rows("bare=True", "result=bfloat16", "added=False"),
         normalizes=True,
         multiplies=False,
-        stages={"add_layer_norm": cards.Launches(_add_layer_norm_stage)},
+        stages={"add_layer_norm": _normalizing("add_layer_norm", 2)},
     ),
     "gelu": cards.Card(
         call=_gelu,
@@ -83,6 +75,6 @@ CARDS = {
         examples=cards.of_rows("bare=True", *cards.GELUS),
         normalizes=True,
         multiplies=False,
-        stages={"layer_norm_gelu": cards.Launches(_layer_norm_gelu_stage)},
+        stages={"layer_norm_gelu": _normalizing("layer_norm_gelu")},
     ),
 }

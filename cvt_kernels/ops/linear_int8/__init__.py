@@ -348,22 +348,18 @@ def _check_input(x: Any, x_scales: Any, weight: Any) -> None:
     if x_scales is None:
         checks.check_float_tensor("x", x, "(..., inputs), or what quantize_rows returns")
     else:
-        _check_quantized("x", x, x_scales, weight)
+        expected = getattr(weight, "dtype", None)
+        if not isinstance(x, Tensor) or x.dtype not in (expected, torch.float64):
+            got = f"dtype {checks.dtype_name(x.dtype)}" if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"x: got values of {got}, expected {expected} as weight")
+        name, shape = "scales of x", (*x.shape[:-1], 1)
+        if x.dtype == torch.float64:  # nothing is rounded
+            checks.check_float_tensor(name, x_scales, "(..., 1)")
+            checks.check_shape(name, x_scales, shape, "(..., 1)")
+        else:
+            check_scales(name, x_scales, x, shape, "(..., 1)")
     if x.ndim == 0:
         raise ValueError("x: got a scalar, expected (..., inputs)")
-
-
-def _check_quantized(name: str, x: Any, scales: Any, weight: Any) -> None:
-    """Checks quantized rows against the weight; in float64 nothing is rounded."""
-    expected = getattr(weight, "dtype", None)
-    if not isinstance(x, Tensor) or x.dtype not in (expected, torch.float64):
-        got = f"dtype {checks.dtype_name(x.dtype)}" if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"{name}: got values of {got}, expected {expected} as weight")
-    if x.dtype == torch.float64:
-        checks.check_float_tensor(f"scales of {name}", scales, "(..., 1)")
-        checks.check_shape(f"scales of {name}", scales, (*x.shape[:-1], 1), "(..., 1)")
-    else:
-        check_scales(f"scales of {name}", scales, x, (*x.shape[:-1], 1), "(..., 1)")
 
 
 def check_weight(weight: Tensor, weight_scale: Tensor, x: Tensor, name: str = "weight") -> None:

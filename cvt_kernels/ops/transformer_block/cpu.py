@@ -200,13 +200,15 @@ def transformer_block(call: Record) -> Any:
 def _convolutional(call: Record) -> Any:
     x, grid, block, rows, scores, inplace = call
     out = x if inplace else x.clone(memory_format=torch.contiguous_format)
-    received = None if scores is None else _new_scores(x, grid, block)
+    received = None
+    if scores is not None:
+        height, width = block.convs[1].output_grid(grid)
+        keys = x.shape[1] - grid[0] * grid[1] + height * width
+        received = torch.empty(x.shape[0], keys, dtype=torch.float32)
     if out.numel():
-        chosen = (
-            ()
-            if rows is None and scores is None
-            else (None if rows is None else rows.contiguous(), received, scores or "")
-        )
+        chosen: tuple[Any, ...] = ()
+        if rows is not None or scores is not None:
+            chosen = None if rows is None else rows.contiguous(), received, scores or ""
         _run_in_place(out, (*_arguments_of_convolutional(call), *chosen))
     return out if scores is None else (out, received)
 
@@ -218,9 +220,3 @@ def _pyramidal(call: Record) -> Tensor:
     rows = None if call.rows is None else call.rows.contiguous()
     out = _ops.pyramid_block_packed.default(x.contiguous(), *_arguments_of_pyramidal(call), rows)
     return x.copy_(out) if inplace else out
-
-
-def _new_scores(x: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Tensor:
-    height, width = block.convs[1].output_grid(grid)
-    class_tokens = x.shape[1] - grid[0] * grid[1]
-    return torch.empty(x.shape[0], class_tokens + height * width, dtype=torch.float32)

@@ -46,9 +46,7 @@ from . import attention_add
 # The second half of a block ---------------------------------------------------------------------------------
 
 
-def _finish(
-    heads: tuple[Tensor, Tensor, Tensor], stream: Tensor, block: TransformerBlock, *, has_statistics: bool
-) -> Tensor:
+def _finish(heads: list[Tensor], stream: Tensor, block: TransformerBlock, *, has_statistics: bool) -> Tensor:
     """Overwrites the stream (M, C) by all from attention to the end of a block.
 
     Returns:
@@ -66,16 +64,15 @@ def _finish(
     return stream if statistics is None else statistics.sums
 
 
-def _attend_and_project(
-    heads: tuple[Tensor, Tensor, Tensor], stream: Tensor, block: TransformerBlock
-) -> gluon.Statistics:
+def _attend_and_project(heads: list[Tensor], stream: Tensor, block: TransformerBlock) -> gluon.Statistics:
     """Adds attention and the layer after it to the stream; returns the statistics of its rows.
 
     Of few tokens, both are one launch.
     """
     q, k, v = heads
     proj, bias = block.proj[:2]
-    block_m = attention_add.tile_rows(q.shape, k.shape[1], len(proj), _multiprocessors(stream))
+    multiprocessors = launching.chip(stream.device).multiprocessors
+    block_m = attention_add.tile_rows(q.shape, k.shape[1], len(proj), multiprocessors)
     if block_m is not None:
         scale = q.shape[3] ** -0.5 if block.scale is None else block.scale
         sums = attention_add.attention_add(q, k, v, scale, proj, bias, stream, stream, block_m)
@@ -86,10 +83,6 @@ def _attend_and_project(
     )
     assert written is not None
     return written
-
-
-def _multiprocessors(x: Tensor) -> int:
-    return launching.chip(x.device).multiprocessors
 
 
 def _folded_fc1(block: TransformerBlock) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,11 +104,6 @@ def _folded_fc1(block: TransformerBlock) -> tuple[Tensor, Tensor, Tensor]:
 # The blocks -------------------------------------------------------------------------------------------------
 
 
-def _taps_of(x: Tensor, grid: tuple[int, int], block: TransformerBlock) -> Tensor | None:
-    """Returns the taps with which one launch projects x; None for two launches."""
-    return taps_of(x, grid, block.convs, block.linears)  # type: ignore[arg-type]
-
-
 def _project(
     x: Tensor,
     grid: tuple[int, int],
@@ -134,18 +122,6 @@ def _project(
     return project(multiply, x, grid, block.convs, *linears, norm, taps)
 
 
-def _heads_of(
-    out: Tensor, x: Tensor, grid: tuple[int, int], block: TransformerBlock
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns queries, keys and values (B, N, h, D), parts of what the projection has returned."""
-    q, k, v = branches_of(out, x, grid, block.convs)
-    return _by_head(q, block), _by_head(k, block), _by_head(v, block)
-
-
-def _by_head(tokens: Tensor, block: TransformerBlock) -> Tensor:
-    return tokens.unflatten(2, (block.num_heads, -1))
-
-
 def transformer_blocks(call: Record) -> Tensor:
     """Computes ``cvt_kernels.transformer_blocks`` for checked arguments."""
     x, grid, blocks, inplace = call
@@ -153,10 +129,11 @@ def transformer_blocks(call: Record) -> Tensor:
     rows, sums, width = stream.view(-1, x.shape[2]), None, 0
     for i, block in enumerate(blocks):
         weight, bias, eps = block.norm1
-        tokens, taps = stream, _taps_of(stream, grid, block)
+        tokens, taps = stream, taps_of(stream, grid, block.convs, block.linears)  # type: ignore[arg-type]
         if sums is None and taps is None:
             tokens = layer_norm(stream, weight, bias, eps=eps)
-        heads = _heads_of(_project(tokens, grid, block, sums, width, taps), stream, grid, block)
+        projected = branches_of(_project(tokens, grid, block, sums, width, taps), stream, grid, block.convs)
+        heads = [each.unflatten(2, (block.num_heads, -1)) for each in projected]
         sums = _finish(heads, rows, block, has_statistics=i + 1 < len(blocks))
         width = _width(x, block)
     if not inplace:
