@@ -112,6 +112,11 @@ def source(place, ratio, size):  # type: ignore[no-untyped-def]  # Triton reads 
     return first, second, at - first.to(tl.float32)
 
 
+def padded(size: int, least: int = 16) -> int:
+    """Returns the least tile width that holds ``size``: a power of two, at least 16 for ``tl.dot``."""
+    return max(triton.next_power_of_2(size), least)
+
+
 def contiguous(tensor: Tensor | None) -> Tensor | None:
     """Returns ``tensor.contiguous()``; None for None."""
     return None if tensor is None else tensor.contiguous()

@@ -73,19 +73,16 @@ def _patch_embedding_stage(step: cards.Step) -> None:
         )  # fmt: skip
 
 
-def _embedding_in_one(arguments: dict[str, Any]) -> cards.Work:
+def _embedding(arguments: dict[str, Any]) -> cards.Work:
     image, weight, *others = (arguments[f"{name}_ptr"] for name in ("image", "w", "positions", "out"))
-    return cards.Work(
-        cards.bytes_of(image, weight, *others), 2 * weight.numel() * image.shape[0] * arguments["tokens"]
-    )
-
-
-def _embedding_of_patches(arguments: dict[str, Any]) -> cards.Work:
-    image, weight, *others = (arguments[f"{name}_ptr"] for name in ("image", "w", "positions", "out"))
-    return cards.Work(cards.bytes_of(image, weight, *others), 2 * weight.numel() * arguments["rows"])
+    rows = arguments["rows"] if "rows" in arguments else image.shape[0] * arguments["tokens"]
+    return cards.Work(cards.bytes_of(image, weight, *others), 2 * weight.numel() * rows)
 
 
 _ADDED = {"class_token": True, "positions": True}
+_OF_PATCHES = "dtype=float16 height=9 width=6 inputs=5 channels=13 kernel=3 stride=3 padding=0"
+_OF_IMAGES = "dtype=bfloat16 height=8 width=12 inputs=3 channels=5 kernel=4 stride=4 padding=0"
+_OF_MAPS = "dtype=float32 height=5 width=3 inputs=40 channels=13 kernel=3 stride=2 padding=1"
 
 CARDS = {
     "conv_embedding": cards.Card(
@@ -126,29 +123,19 @@ CARDS = {
             "patch_embedding": cards.Launches(_patch_embedding_stage, of_pyramids=True),
         },
         work={
-            "conv_embedding_embed": _embedding_in_one,
-            "conv_embedding_patches": _embedding_of_patches,
+            "conv_embedding_embed": _embedding,
+            "conv_embedding_patches": _embedding,
             "conv_embedding_normalize": functools.partial(cards.once, names="x positions out"),
         },
         uncounted={"conv_embedding": "bias gamma beta class_token"},
         accesses={
-            name: cards.Accesses(kernels, f"batch=2 positions=True {words}")
-            for name, kernels, words in (
-                (
-                    *("patches with positions", "conv_embedding_patches"),
-                    "dtype=float16 height=9 width=6 inputs=5 channels=13 kernel=3 stride=3 padding=0 "
-                    "class_token=True channels_last=True",
-                ),
-                (
-                    *("embedding with positions", "conv_embedding_embed"),
-                    "dtype=bfloat16 height=8 width=12 inputs=3 channels=5 kernel=4 stride=4 padding=0 "
-                    "class_token=True",
-                ),
-                (
-                    *("embedding of many channels with positions", "conv_embedding_normalize"),
-                    "dtype=float32 height=5 width=3 inputs=40 channels=13 kernel=3 stride=2 padding=1 "
-                    "class_token=True",
-                ),
+            name: cards.Accesses(
+                f"conv_embedding_{kernel}", f"batch=2 positions=True class_token=True {words}"
+            )
+            for name, kernel, words in (
+                ("patches with positions", "patches", f"{_OF_PATCHES} channels_last=True"),
+                ("embedding with positions", "embed", _OF_IMAGES),
+                ("embedding of many channels with positions", "normalize", _OF_MAPS),
             )
         },
         emulated={

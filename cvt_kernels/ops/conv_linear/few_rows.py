@@ -27,7 +27,7 @@ from ...records import ConvBatchNorm
 from .. import weight_cache
 from ..conv_projection.triton.common import Geometry, class_tokens
 from ..conv_projection.triton.sliding_forward import NormOfRows, row_norm
-from ..triton_launch import grid_dependency_synchronize, product_types
+from ..triton_launch import grid_dependency_synchronize, padded, product_types
 
 #: Rows of which each group of rows begins at a multiple; no tile of a product has more.
 GROUP_ROWS = 128
@@ -261,7 +261,7 @@ def project_few(
     tiles = sum(-(-each // block_m) for each in own)
     few = Few(
         channels=channels, outputs=outputs, block_m=block_m, block_n=_COLUMNS,
-        block_k=min(128 if block_m == 16 else 64, max(16, triton.next_power_of_2(channels))),
+        block_k=min(128 if block_m == 16 else 64, padded(channels)),
         class_token=class_tokens(x, geometry), normalizes=norm is not None,
         norm_width=0 if norm is None or norm.sums is None else norm.width, group_rows=GROUP_ROWS,
         operand=product_types(x.dtype)["operand"],

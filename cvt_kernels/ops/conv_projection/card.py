@@ -106,11 +106,12 @@ def _sweep(kernel: str, stages: tuple[int, ...], **values: tuple[int, ...]) -> c
     return cards.Sweep("projection", stages, name, Sliding, tried | values, training=kernel != "fwd")
 
 
-_STEPS, _MERGED = "fwd stats bwd_sums bwd_conv bwd_input", "merge_stats sum_regions"
-
-
-def _sliding(kernels: str) -> str:
-    return " ".join(f"conv_projection_sliding_{kernel}" for kernel in kernels.split())
+def _accesses(words: str, *, training: bool = False) -> cards.Accesses:
+    sliding = ("fwd", "bwd_sums", "bwd_conv", "bwd_input", *(("stats",) if training else ()))
+    kernels = [*(f"conv_projection_sliding_{kernel}" for kernel in sliding), "sum_regions"]
+    kernels += ["merge_stats"] if training else []
+    settings = f"kernel=3 padding=1 batch=2 class_token=True gradient=all training={training} {words}"
+    return cards.Accesses(" ".join(kernels), settings)
 
 
 CARDS = {
@@ -143,28 +144,10 @@ CARDS = {
             "merge_stats": "running_mean running_var tracked",
         },
         accesses={
-            name: cards.Accesses(
-                f"{_sliding(kernels)} {others}",
-                f"kernel=3 padding=1 batch=2 class_token=True {words}",
-            )
-            for name, kernels, others, words in (
-                (
-                    *("sliding, frozen", "fwd bwd_sums bwd_conv bwd_input", "sum_regions"),
-                    "gradient=all height=3 width=2 channels=3 branches=2",
-                ),
-                (
-                    *("sliding", _STEPS, _MERGED),
-                    "training=True gradient=all height=5 width=3 channels=5 branches=2 layout=chunk",
-                ),
-                (
-                    *("sliding of pairs", _STEPS, _MERGED),
-                    "training=True gradient=all height=3 width=5 channels=6 dtype=bfloat16",
-                ),
-                (
-                    *("sliding at one pixel", _STEPS, _MERGED),
-                    "training=True gradient=all height=1 width=1 channels=3 branches=2",
-                ),
-            )
+            "sliding, frozen": _accesses("height=3 width=2 channels=3 branches=2"),
+            "sliding": _accesses("height=5 width=3 channels=5 branches=2 layout=chunk", training=True),
+            "sliding of pairs": _accesses("height=3 width=5 channels=6 dtype=bfloat16", training=True),
+            "sliding at one pixel": _accesses("height=1 width=1 channels=3 branches=2", training=True),
         },
         emulated={
             name: f"kernel=3 padding=1 class_token=True {words}"

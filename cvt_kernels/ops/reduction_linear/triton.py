@@ -23,8 +23,8 @@ from ...launch.records import Product
 from ..conv_embedding.triton.common import Parts, channels_of
 from ..conv_embedding.triton.patches import Gathering, has_channels_last, normalized_windows, why_no_tiles
 from ..graph_operators import launcher
-from ..linear.triton.common import padded, part_width
-from ..triton_launch import grid_dependency_synchronize, product_types
+from ..linear.triton.common import part_width
+from ..triton_launch import grid_dependency_synchronize, padded, product_types
 
 launch.register(Product, formulas.windows_in_registers, "reduction_linear")
 

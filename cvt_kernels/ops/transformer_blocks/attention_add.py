@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...launch import launching
 from ..attention.triton.common import token_strides
-from ..triton_launch import grid_dependency_synchronize, product_types
+from ..triton_launch import grid_dependency_synchronize, padded, product_types
 
 #: Columns of a tile, and so of a part of the statistics.
 COLUMNS = 64
@@ -159,7 +159,7 @@ def attention_add(
     (batch, queries, heads, head_dim), keys, outputs = q.shape, k.shape[1], out.shape[1]
     spec = Attending(
         heads=heads, head_dim=head_dim, outputs=outputs,
-        block_d=max(16, triton.next_power_of_2(head_dim)), block_kv=max(16, triton.next_power_of_2(keys)),
+        block_d=padded(head_dim), block_kv=padded(keys),
         block_m=block_m, block_n=COLUMNS, operand=product_types(q.dtype)["operand"],
     )  # fmt: skip
     columns, blocks, rows = -(-outputs // COLUMNS), -(-queries // block_m), batch * queries

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ....launch import launching
 from ...graph_operators import launcher
-from ...triton_launch import grid_dependency_synchronize
+from ...triton_launch import grid_dependency_synchronize, padded
 from .common import (
     LaunchArguments,
     configuration_for,
@@ -30,7 +30,6 @@ from .common import (
     load_rows,
     locate,
     maybe_contiguous,
-    padded,
     scores_of,
     store_rows,
     strided_rows,

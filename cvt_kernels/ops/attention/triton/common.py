@@ -12,7 +12,7 @@ from torch import Tensor
 from .... import launch
 from ....launch import formulas, launching
 from ....launch.records import Attention
-from ...triton_launch import product_types
+from ...triton_launch import padded, product_types
 
 #: The most channels of a head; there is no configuration for more.
 MAX_HEAD_DIM = 128
@@ -29,11 +29,6 @@ def configuration_for(kernel: str, q: Tensor) -> Attention:
     batch, tokens, heads, head_dim = q.shape
     name = f"attention_{kernel}"
     return launch.configuration(name, q.dtype, (head_dim,), batch * tokens * heads, launching.chip(q.device))
-
-
-def padded(size: int) -> int:
-    """Returns the least width of a tile that holds ``size``: ``tl.dot`` wants a power of two from 16 on."""
-    return max(triton.next_power_of_2(size), 16)
 
 
 def tail_width(keys: int, block_kv: int, element_size: int) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from ....launch import launching
 from ....launch.records import Attention
 from ...graph_operators import launcher
-from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
+from ...triton_launch import accumulator_dtype, grid_dependency_synchronize, padded
 from .common import (
     LaunchArguments,
     configuration_for,
@@ -30,7 +30,6 @@ from .common import (
     head_at,
     load_rows,
     locate,
-    padded,
     rows_from,
     scores_of,
     store_rows,

@@ -23,8 +23,8 @@ from torch import Tensor
 from .... import launch
 from ....launch import formulas, launching
 from ....launch.records import Product
-from ...linear.triton.common import MAX_NORMALIZED, padded, part_width
-from ...triton_launch import grid_dependency_synchronize, product_types
+from ...linear.triton.common import MAX_NORMALIZED, part_width
+from ...triton_launch import grid_dependency_synchronize, padded, product_types
 from .common import Parts, add_position, channels_of, layer_norm, load_vector
 
 #: The most pixels of a step with channels first: 16 bytes of the weight are adjacent then, as are 8 channels

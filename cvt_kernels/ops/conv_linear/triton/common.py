@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from .... import launch
@@ -16,7 +15,7 @@ from ....launch import formulas, launching
 from ....launch.records import ConvLinear
 from ...conv_projection.triton.common import Geometry
 from ...conv_projection.triton.sliding import Lanes
-from ...triton_launch import product_types
+from ...triton_launch import padded, product_types
 
 #: The most channels of a token, before and after the linear layers.
 MAX_CHANNELS = 512
@@ -135,7 +134,7 @@ def _tiling(
 ) -> ConvLinearTiling:  # fmt: skip
     batch, tokens, channels = shape
     height, width = geometry.grid
-    chunk = min(config.chunk, max(16, triton.next_power_of_2(channels)))
+    chunk = min(config.chunk, padded(channels))
     chunks = -(-channels // chunk)
     lanes = 32 * config.num_warps
     strips = lanes // (chunk // 2 if dtype.itemsize == 2 else chunk)  # a lane has one at a time
@@ -173,7 +172,7 @@ def _tiling(
 def _widths(outputs: int, most: int) -> tuple[int, ...]:
     """Returns the widths of blocks of a linear layer's outputs, powers of two; all but the last are equal."""
     whole, rest = divmod(outputs, most)
-    return (most,) * whole + ((max(16, triton.next_power_of_2(rest)),) if rest else ())
+    return (most,) * whole + ((padded(rest),) if rest else ())
 
 
 def _groups(config: ConvLinear, geometry: Geometry, strips: int, kinds: Sequence[Any]) -> tuple[Group, ...]:

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .... import launch, machine
 from ....launch import formulas, launching
 from ....launch.records import Product
-from ...triton_launch import product_types, rounded
+from ...triton_launch import padded, product_types, rounded
 
 #: The most outputs of a row that is normalized: its sums stay in registers.
 MAX_NORMALIZED = 512
@@ -26,14 +26,6 @@ launch.register(Product, formulas.linear_add, "linear_add")
 launch.register(Product, formulas.linear_add_layer_norm, "linear_add_layer_norm")
 
 # Tiles --------------------------------------------------------------------------------------------------
-
-
-def padded(size: int, least: int = 16) -> int:
-    """Returns the least tile width that holds ``size``: a power of two, at least 16 for ``tl.dot``.
-
-    For 8-bit numbers the least is 32.
-    """
-    return max(triton.next_power_of_2(size), least)
 
 
 def part_width(outputs: int, widest: int, parts: int) -> int:
@@ -61,12 +53,9 @@ class KernelSpec(NamedTuple):
         is_persistent: Whether a program computes several tiles, one after the other.
         residual_first: Whether the products are added to the residual, not the residual to the products.
         specialized: See ``Product``.
-        operand: Triton's dtype of the factors of a product: the dtype of x, but float32 for bfloat16 in
-            Triton's interpreter, whose product of bfloat16 is wrong.
-        accumulator: float32, or float64 for float64.
-        precision: ``input_precision`` of ``tl.dot``.
         is_half: Whether the result has 16 bits.
         hardware_tanh: Whether GELU uses the GPU's tanh instruction.
+        element, operand, accumulator, precision: See :func:`product_types`.
     """
 
     inputs: int
@@ -82,11 +71,12 @@ class KernelSpec(NamedTuple):
     is_persistent: bool
     residual_first: bool
     specialized: bool
+    is_half: bool
+    hardware_tanh: bool
+    element: Any
     operand: Any
     accumulator: Any
     precision: str
-    is_half: bool
-    hardware_tanh: bool
 
 
 class LinearTiling(NamedTuple):
@@ -126,9 +116,8 @@ class LinearTiling(NamedTuple):
         writes_descriptors = has_descriptors and all(map(_may_be_described, results))
         is_persistent = has_descriptors and config.programs > 0
         tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        types = product_types(x.dtype, tf32=tf32)
         is_half = results[0].element_size() == 2
-        block_k = min(config.block_k, padded(inputs, 16))
+        block_k = min(config.block_k, padded(inputs))
         spec = KernelSpec(
             inputs=inputs,
             outputs=outputs,
@@ -143,11 +132,9 @@ class LinearTiling(NamedTuple):
             is_persistent=is_persistent,
             residual_first=x.element_size() == 2,
             specialized=is_persistent and config.specialized and _CAN_SPECIALIZE,
-            operand=types["operand"],
-            accumulator=types["accumulator"],
-            precision=types["precision"],
             is_half=is_half,
             hardware_tanh=is_half and not machine.INTERPRETING,
+            **product_types(x.dtype, tf32=tf32),
         )
         programs = min(tiles, config.programs * chip.multiprocessors) if is_persistent else tiles
         return cls(spec, config.options, tiles, programs)

@@ -14,9 +14,8 @@ from ....backends import Record
 from ....launch import formulas, launching
 from ....launch.records import Mlp
 from ...graph_operators import launcher
-from ...linear.triton.common import padded
 from ...triton_gelu import activate, activate_half
-from ...triton_launch import contiguous, grid_dependency_synchronize, product_types, rounded
+from ...triton_launch import contiguous, grid_dependency_synchronize, padded, product_types, rounded
 
 #: The most channels of a row, and the most weights of a layer, padded: two layers have 128 KiB in 16 bits.
 MAX_CHANNELS, MAX_WEIGHTS = 128, 2**15

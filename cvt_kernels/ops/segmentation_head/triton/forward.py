@@ -14,9 +14,10 @@ from .... import launch
 from ....backends import Record
 from ....launch import formulas, launching
 from ....launch.records import Product
-from ...linear.triton.common import padded, part_width
+from ...linear.triton.common import part_width
 from ...triton_launch import (
     grid_dependency_synchronize,
+    padded,
     product_types,
     rounded,
     source,
@@ -41,7 +42,7 @@ class HeadSpec(NamedTuple):
         step: Inputs of a step of the first map's product.
         chunk: Channels that are added up at once.
         width, parts: Classes of a part of a program's logits, and parts.
-        operand, accumulator, precision: See :func:`product_types`.
+        element, operand, accumulator, precision: See :func:`product_types`.
     """
 
     inputs: int
@@ -54,6 +55,7 @@ class HeadSpec(NamedTuple):
     chunk: int
     width: int
     parts: int
+    element: Any
     operand: Any
     accumulator: Any
     precision: str
@@ -189,7 +191,6 @@ def _spec_of(config: Product, x: Tensor, maps: int, channels: int, classes: int)
     columns = min(_COLUMNS, triton.next_power_of_2(width))
     part = part_width(classes, config.width, config.parts)
     tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    types = product_types(x.dtype, tf32=tf32)
     return HeadSpec(
         inputs=inputs,
         channels=channels,
@@ -201,9 +202,7 @@ def _spec_of(config: Product, x: Tensor, maps: int, channels: int, classes: int)
         chunk=min(config.block_k, padded(channels)),
         width=part,
         parts=min(config.parts, -(-classes // part)),
-        operand=types["operand"],
-        accumulator=types["accumulator"],
-        precision=types["precision"],
+        **product_types(x.dtype, tf32=tf32),
     )
 
 
