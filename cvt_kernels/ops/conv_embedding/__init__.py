@@ -15,8 +15,8 @@ from ..cost_classes import sampled, size_class
 from ..layer_norm_gelu import layer_norm
 
 
-def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float) -> tuple[int, ...]:
-    """Returns the height and width of the tokens."""
+def _check(call: Any) -> None:
+    image, weight = call.image, call.weight
     checks.check_dimensions("image", image, 4, "(batch, channels, height, width)")
     checks.check_dimensions("weight", weight, 4, "(channels, in_channels, k, k)")
     if image.shape[1] != weight.shape[1]:
@@ -27,26 +27,19 @@ def _check(image: Tensor, weight: Tensor, stride: int, padding: int, eps: float)
     checks.check_like("weight", weight, "image", image)
     if weight.numel() == 0:
         raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected channels and pixels")
-    checks.check_positive("eps", eps)
-    grid = checks.check_geometry("", kernel_size, image.shape[2:], stride, padding)
+    checks.check_positive("eps", call.eps)
+    grid = checks.check_geometry("", kernel_size, image.shape[2:], call.stride, call.padding)
     if any(modes.is_known(size < 1) for size in grid):
         raise ValueError(
             f"image: {image.shape[2]}×{image.shape[3]} pixels are too few for a kernel of {kernel_size}"
         )
-    return grid
-
-
-def _check_all(call: Any) -> None:
-    height, width = _check(call.image, call.weight, call.stride, call.padding, call.eps)
     for name in ("bias", "norm_weight", "norm_bias", "class_token"):
         vector, also = getattr(call, name), () if name == "bias" else (torch.float32,)
-        checks.check_vector(name, vector, call.weight.shape[0], call.image, also=also, x_name="image")
+        checks.check_vector(name, vector, weight.shape[0], image, also=also, x_name="image")
     if call.positions is not None:
-        tokens = height * width + (call.class_token is not None)
-        checks.check_tensor_like(
-            "positions", call.positions, (tokens, call.weight.shape[0]), "(tokens, channels)", call.image,
-            (torch.float32,), "image",
-        )  # fmt: skip
+        shape = grid[0] * grid[1] + (call.class_token is not None), weight.shape[0]
+        meaning, also = "(tokens, channels)", (torch.float32,)
+        checks.check_tensor_like("positions", call.positions, shape, meaning, image, also, "image")
 
 
 def _compose(call: Record) -> Tensor:
@@ -99,7 +92,7 @@ def _cost_class(call: Record) -> str:
     backends={"triton": triton_kernels("triton.operator"), "cpu": extension_kernels("cpu")},
     cost_class=_cost_class,
     sample=sampled(2**18, "image"),
-    check=_check_all,
+    check=_check,
     composed=_compose,
 )
 def conv_embedding(

@@ -50,6 +50,18 @@ def _cost_class(call: Record) -> str:
     return words + ("" if x.is_contiguous() else ", strided")
 
 
+def _check(call: Any) -> None:
+    """Raises TypeError or ValueError for wrong arguments of an operator with a LayerNorm."""
+    given = call._asdict()
+    check_layer_norm(call.x, call.weight, call.bias, call.eps, given.get("shift"))
+    if given.get("residual") is not None:
+        checks.check_tensor_like("residual", call.residual, tuple(call.x.shape), "as x", call.x)
+    if given.get("dtype") is not None:
+        checks.check_float_dtype("dtype", call.dtype)
+    if "approximate" in given:
+        check_approximate(call.approximate)
+
+
 _CPU = extension_kernels("extension", None)
 _CUDA = extension_kernels("extension", _why_norm_unsupported, device_type="cuda")
 _CUDA_GELU = extension_kernels("extension", _why_gelu_unsupported, device_type="cuda")
@@ -58,16 +70,11 @@ _OF_ALL: dict[str, Any] = {
     "cost_class": _cost_class,
     "sample": sampled(2**18, "x", "residual"),
     "fused_by_compiler": True,
+    "check": _check,
 }
 
 
-def _check_layer_norm(call: Any) -> None:
-    check_layer_norm(call.x, call.weight, call.bias, call.eps, call.shift)
-    if call.dtype is not None:
-        checks.check_float_dtype("dtype", call.dtype)
-
-
-@operator(check=_check_layer_norm, **_OF_ALL)
+@operator(**_OF_ALL)
 def layer_norm(
     x: Tensor,
     weight: Tensor | None = None,
@@ -118,17 +125,7 @@ def _are_wider(x: Tensor, *parameters: Tensor | None) -> bool:
     return any(p is not None and p.dtype == torch.float32 for p in parameters)
 
 
-def _check_add_layer_norm(call: Any) -> None:
-    check_layer_norm(call.x, call.weight, call.bias, call.eps)
-    if call.residual is not None:
-        checks.check_float_tensor("residual", call.residual, "of the shape of x")
-        checks.check_shape("residual", call.residual, tuple(call.x.shape), "as x")
-        checks.check_like("residual", call.residual, "x", call.x)
-    if call.dtype is not None:
-        checks.check_float_dtype("dtype", call.dtype)
-
-
-@operator(check=_check_add_layer_norm, **_OF_ALL)
+@operator(**_OF_ALL)
 def add_layer_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -169,7 +166,7 @@ def _check_gelu(call: Any) -> None:
         checks.check_tensor_like("bias", call.bias, call.x.shape[-1:], "(channels,)", call.x)
 
 
-@operator(check=_check_gelu, **_OF_ALL | {"backends": {"cuda": _CUDA_GELU, "cpu": _CPU}})
+@operator(**_OF_ALL | {"check": _check_gelu, "backends": {"cuda": _CUDA_GELU, "cpu": _CPU}})
 def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: GeluVariant = "none") -> Tensor:
     """Computes GELU (Hendrycks and Gimpel 2016) of x + bias, exactly or approximated.
 
@@ -193,12 +190,7 @@ def gelu(x: Tensor, bias: Tensor | None = None, *, approximate: GeluVariant = "n
     return F.gelu(x, approximate=approximate)
 
 
-def _check_layer_norm_gelu(call: Any) -> None:
-    check_layer_norm(call.x, call.weight, call.bias, call.eps)
-    check_approximate(call.approximate)
-
-
-@operator(check=_check_layer_norm_gelu, **_OF_ALL)
+@operator(**_OF_ALL)
 def layer_norm_gelu(
     x: Tensor,
     weight: Tensor | None = None,

@@ -187,17 +187,32 @@ def _compose_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
 
 # Operators with what follows a product -------------------------------------------------------------------
 
-_OF_FUSED: dict[str, Any] = {"cost_class": _cost_class_of_fused, "sample": _sample}
+
+def _check_fused(call: Any) -> None:
+    x, weight, bias, given = call.x, call.weight, call.bias, call._asdict()
+    check_linear(x, weight, bias)
+    if "approximate" in given:
+        check_approximate(call.approximate)
+    if "residual" in given:
+        shape = *x.shape[:-1], weight.shape[0]
+        checks.check_tensor_like("residual", call.residual, shape, "(..., outputs)", x)
+        checks.check_flag("inplace", call.inplace)
+        if call.inplace:
+            check_inplace("residual", call.residual, x, weight, bias, call.residual)
+    if "scale" in given:
+        check_factors(call.scale, call.scales_sum, x)
+        if call.inplace and call.scale is not None:
+            raise ValueError("scale: got factors of images with inplace=True, expected None")
+    if "eps" in given:
+        norm = call.norm_weight, call.norm_bias, call.eps, call.shift
+        check_layer_norm(call.residual, *norm, prefix="norm_")
 
 
-def _check_linear_gelu(call: Any) -> None:
-    check_linear(call.x, call.weight, call.bias)
-    check_approximate(call.approximate)
+_OF_FUSED: dict[str, Any] = {"cost_class": _cost_class_of_fused, "sample": _sample, "check": _check_fused}
 
 
 @operator(
     backends={"gluon": gluon_kernels("gluon"), "triton": triton_kernels("triton.autograd")},
-    check=_check_linear_gelu,
     composed=_compose_gelu,
     **_OF_FUSED,
 )
@@ -223,23 +238,6 @@ def linear_gelu(
     return reference.gelu(F.linear(x, weight, bias), approximate=approximate)
 
 
-def _check_linear_add(call: Any) -> None:
-    x, weight, bias, residual = call[:4]
-    check_linear(x, weight, bias)
-    shape = *x.shape[:-1], weight.shape[0]
-    checks.check_tensor_like("residual", residual, shape, "(..., outputs)", x)
-    checks.check_flag("inplace", call.inplace)
-    if call.inplace:
-        check_inplace("residual", residual, x, weight, bias, residual)
-
-
-def _check_scaled_sum(call: Any) -> None:
-    _check_linear_add(call)
-    check_factors(call.scale, call.scales_sum, call.x)
-    if call.inplace and call.scale is not None:
-        raise ValueError("scale: got factors of images with inplace=True, expected None")
-
-
 def check_factors(scale: Tensor | None, scales_sum: bool, x: Tensor) -> None:
     """Raises TypeError or ValueError for wrong factors of images, as :func:`linear_add` takes them."""
     checks.check_flag("scales_sum", scales_sum)
@@ -254,7 +252,6 @@ def check_factors(scale: Tensor | None, scales_sum: bool, x: Tensor) -> None:
 
 @operator(
     backends={"gluon": gluon_kernels("gluon"), "triton": triton_kernels("triton.autograd")},
-    check=_check_scaled_sum,
     composed=_compose_add,
     **_OF_FUSED,
 )
@@ -298,14 +295,8 @@ def linear_add(
     return residual.add_(product) if inplace else residual + product
 
 
-def _check_linear_add_layer_norm(call: Any) -> None:
-    _check_linear_add(call)
-    check_layer_norm(call.residual, call.norm_weight, call.norm_bias, call.eps, call.shift, prefix="norm_")
-
-
 @operator(
     backends={"triton": triton_kernels("triton.autograd")},
-    check=_check_linear_add_layer_norm,
     composed=_compose_add_layer_norm,
     **_OF_FUSED,
 )

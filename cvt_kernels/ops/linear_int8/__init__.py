@@ -33,6 +33,18 @@ def _cost_class_of_rows(call: Record) -> str:
     return words + ("" if x.is_contiguous() else ", strided")
 
 
+def _check_rounding(call: Any) -> None:
+    x, given = call.x, call._asdict()
+    check_rows(x)
+    check_format(call.dtype)
+    if "eps" in given:
+        check_layer_norm(x, call.weight, call.bias, call.eps, call.shift)
+    if "approximate" in given:
+        check_approximate(call.approximate)
+        checks.check_vector("bias", call.bias, x.shape[-1], x)
+    _check_no_gradient(*checks.tensors_of(call))
+
+
 _OF_ROWS: dict[str, Any] = {
     "backends": {
         "triton": triton_kernels("triton.operator", "why_rows_unsupported"),
@@ -40,15 +52,11 @@ _OF_ROWS: dict[str, Any] = {
     },
     "cost_class": _cost_class_of_rows,
     "sample": sampled(2**18, "x"),
+    "check": _check_rounding,
 }
 
 
-def _check_quantize_rows(call: Any) -> None:
-    _check_rows(call.x, call.dtype)
-    _check_no_gradient(call.x)
-
-
-@operator(check=_check_quantize_rows, **_OF_ROWS)
+@operator(**_OF_ROWS)
 def quantize_rows(x: Tensor, *, dtype: torch.dtype = torch.int8) -> QuantizedRows:
     """Rounds rows to 8-bit numbers: x ≈ values · scales, where a scale is the row's largest magnitude / 127.
 
@@ -80,13 +88,7 @@ def quantize_rows(x: Tensor, *, dtype: torch.dtype = torch.int8) -> QuantizedRow
     return QuantizedRows(values if exact else values.to(dtype), scales)
 
 
-def _check_layer_norm_quantize(call: Any) -> None:
-    _check_rows(call.x, call.dtype)
-    check_layer_norm(call.x, call.weight, call.bias, call.eps, call.shift)
-    _check_no_gradient(call.x, call.weight, call.bias, call.shift)
-
-
-@operator(check=_check_layer_norm_quantize, **_OF_ROWS)
+@operator(**_OF_ROWS)
 def layer_norm_quantize(
     x: Tensor,
     weight: Tensor | None = None,
@@ -120,14 +122,7 @@ def layer_norm_quantize(
     return reference.quantize_rows(reference.layer_norm(shifted.to(wide), weight, bias, eps=eps), dtype=dtype)
 
 
-def _check_gelu_quantize(call: Any) -> None:
-    _check_rows(call.x, call.dtype)
-    check_approximate(call.approximate)
-    checks.check_vector("bias", call.bias, call.x.shape[-1], call.x)
-    _check_no_gradient(call.x, call.bias)
-
-
-@operator(check=_check_gelu_quantize, **_OF_ROWS)
+@operator(**_OF_ROWS)
 def gelu_quantize(
     x: Tensor,
     bias: Tensor | None = None,
@@ -323,11 +318,6 @@ def _dtype_of(x: Any, x_scales: Tensor | None, residual: Any) -> torch.dtype:
 
 
 # Checks ---------------------------------------------------------------------------------------------------
-
-
-def _check_rows(x: Tensor, dtype: torch.dtype) -> None:
-    check_rows(x)
-    check_format(dtype)
 
 
 def check_format(dtype: torch.dtype) -> None:

@@ -20,16 +20,17 @@ from ..linear import check_factors, check_linear, linear_add, linear_gelu
 
 
 def _check(call: Any) -> None:
-    check_layer_norm(call.x, call.norm_weight, call.norm_bias, call.eps, call.shift, prefix="norm_")
-    _check_layers(call)
-
-
-def _check_layers(call: Any) -> None:
+    given = call._asdict()
+    if "eps" in given:
+        check_layer_norm(call.x, call.norm_weight, call.norm_bias, call.eps, call.shift, prefix="norm_")
     check_linear(call.x, call.fc1_weight, call.fc1_bias, name="fc1")
     x, channels, hidden = call.x, call.x.shape[-1], call.fc1_weight.shape[0]
     checks.check_tensor_like("fc2_weight", call.fc2_weight, (channels, hidden), "(channels, hidden)", x)
     checks.check_vector("fc2_bias", call.fc2_bias, channels, x)
     check_approximate(call.approximate)
+    if "residual" in given:
+        checks.check_tensor_like("residual", call.residual, x.shape, "of x", x)
+        check_factors(call.scale, call.scales_sum, x)
 
 
 def _compose(call: Record) -> Tensor:
@@ -95,12 +96,6 @@ def layer_norm_mlp(
 # With gradients -------------------------------------------------------------------------------------------
 
 
-def _check_sum(call: Any) -> None:
-    _check_layers(call)
-    checks.check_tensor_like("residual", call.residual, call.x.shape, "of x", call.x)
-    check_factors(call.scale, call.scales_sum, call.x)
-
-
 def _compose_sum(call: Record) -> Tensor:
     x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, approximate, scale, scales_sum = call
     hidden = linear_gelu(x, fc1_weight, fc1_bias, approximate=approximate)
@@ -117,7 +112,7 @@ def _cost_class_of_sum(call: Record) -> str:
     backends={"triton": triton_kernels("triton.training", is_partial=True)},
     cost_class=_cost_class_of_sum,
     sample=sampled(2**25, "x", "residual", "scale", times=lambda call: call.fc1_weight.shape[0]),
-    check=_check_sum,
+    check=_check,
     composed=_compose_sum,
 )
 def mlp_add(

@@ -118,17 +118,6 @@ def _attention_bwd_dq_kernel(
     store_rows(dq_rows, row, dq * (rest * scale)[:, None], SPEC)
 
 
-def _launch_dq(arguments: dict[str, Any], out: Tensor, dq: Tensor) -> None:
-    batch, queries, heads, _ = dq.shape
-    config = configuration_for("bwd_dq", dq)
-    blocks = -(-queries // config.block_q)
-    launching.launch(
-        _attention_bwd_dq_kernel, (batch * heads * blocks,), on=dq, options=config.options,
-        **arguments, out_ptr=out, dq_ptr=dq, blocks=blocks, BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv,
-        TAIL=tail_width(arguments["keys"], config.block_kv, dq.element_size()),
-    )  # fmt: skip
-
-
 # dk and dv ------------------------------------------------------------------------------------------------
 
 
@@ -180,16 +169,6 @@ def _attention_bwd_dkdv_kernel(
     _store_dk_and_dv(dk_ptr, dv_ptr, place, key, keys, heads, dk, dv, scale, SPEC)
 
 
-def _launch_dkdv(arguments: dict[str, Any], dk: Tensor, dv: Tensor) -> None:
-    batch, keys, heads, _ = dk.shape
-    config = configuration_for("bwd_dkdv", dk)
-    blocks = -(-keys // config.block_kv)
-    launching.launch(
-        _attention_bwd_dkdv_kernel, (batch * heads * blocks,), on=dk, options=config.options,
-        **arguments, dk_ptr=dk, dv_ptr=dv, blocks=blocks, BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv,
-    )  # fmt: skip
-
-
 # All three in one launch ----------------------------------------------------------------------------------
 
 
@@ -227,15 +206,6 @@ def _attention_bwd_kernel(
     _store_dk_and_dv(dk_ptr, dv_ptr, place, key, keys, heads, dk, dv, scale, SPEC)
 
 
-def _launch_at_once(arguments: dict[str, Any], dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    batch, keys, heads, _ = dk.shape
-    config = configuration_for("bwd", dq)
-    launching.launch(
-        _attention_bwd_kernel, (batch * heads,), on=dq, options=config.options,
-        **arguments, dq_ptr=dq, dk_ptr=dk, dv_ptr=dv, BLOCK_Q=config.block_q, BLOCK_KV=padded(keys),
-    )  # fmt: skip
-
-
 # All launches of a backward -------------------------------------------------------------------------------
 
 
@@ -256,9 +226,24 @@ def attention_backward(
     arguments = LaunchArguments.of(q, k, v, scale)._asdict()
     arguments |= {"dout_ptr": dout, "dout_strides": token_strides(dout)}
     arguments |= {"stats_ptr": stats, "delta_ptr": stats.new_empty(batch, heads, queries)}
-    if k.shape[1] <= configuration_for("bwd", q).block_kv:
-        _launch_at_once(arguments, dq, dk, dv)
-    else:
-        _launch_dq(arguments, out, dq)
-        _launch_dkdv(arguments, dk, dv)
+    config, keys = configuration_for("bwd", q), k.shape[1]
+    if keys <= config.block_kv:
+        launching.launch(
+            _attention_bwd_kernel, (batch * heads,), on=dq, options=config.options, **arguments, dq_ptr=dq,
+            dk_ptr=dk, dv_ptr=dv, BLOCK_Q=config.block_q, BLOCK_KV=padded(keys),
+        )  # fmt: skip
+        return results
+    config = configuration_for("bwd_dq", dq)
+    blocks = -(-queries // config.block_q)
+    launching.launch(
+        _attention_bwd_dq_kernel, (batch * heads * blocks,), on=dq, options=config.options, **arguments,
+        out_ptr=out, dq_ptr=dq, blocks=blocks, BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv,
+        TAIL=tail_width(keys, config.block_kv, dq.element_size()),
+    )  # fmt: skip
+    config = configuration_for("bwd_dkdv", dk)
+    blocks = -(-keys // config.block_kv)
+    launching.launch(
+        _attention_bwd_dkdv_kernel, (batch * heads * blocks,), on=dk, options=config.options, **arguments,
+        dk_ptr=dk, dv_ptr=dv, blocks=blocks, BLOCK_Q=config.block_q, BLOCK_KV=config.block_kv,
+    )  # fmt: skip
     return results
