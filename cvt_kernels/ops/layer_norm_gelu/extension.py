@@ -131,7 +131,7 @@ def _gradients_like(
     return h.new_empty(h.shape), dbranch, _gradient_like(mean, weight), _gradient_like(mean, bias)
 
 
-for _name, _shapes in {
+_SHAPES: dict[str, Any] = {
     "layer_norm": _normalized_like,
     "layer_norm_inference": lambda *args: _normalized_like(*args[:6])[0],
     "add_layer_norm": lambda x, h, *args: (
@@ -148,7 +148,8 @@ for _name, _shapes in {
         x.new_empty(x.shape),
         _gradient_like(_statistics_like(x), bias),
     ),
-}.items():
+}
+for _name, _shapes in _SHAPES.items():
     torch.library.register_fake(f"cvt_kernels::{_name}", _shapes)
 
 

@@ -50,22 +50,35 @@ def _check_unique(rows: Tensor, tokens: int) -> None:
         raise ValueError("rows: name a token twice, expected each token of an image once")
 
 
+def _check(call: Any) -> None:
+    x, rows, given = call.x, call.rows, call._asdict()
+    _check_index(x, rows)
+    if "values" in given:
+        shape = *rows.shape, x.shape[2]
+        checks.check_tensor_like("values", call.values, shape, _ROWS, x)
+        if call.branch is not None:
+            checks.check_tensor_like("branch", call.branch, shape, _ROWS, x)
+        checks.check_flag("inplace", call.inplace)
+    _check_numbers(call)
+
+
+def _check_numbers(call: Any) -> None:
+    """Checks the facts that are not in the key of a call: the values of rows, and shared memory."""
+    checks.check_row_values("rows", call.rows, call.x.shape[1])
+    if getattr(call, "inplace", False):
+        _check_inplace(call.x, call.values, call.branch)
+
+
 _OF_ROWS: dict[str, Any] = {
     "backends": {"cpu": extension_kernels("cpu", None)},
     "cost_class": _cost_class,
     "sample": _sample,
+    "check": _check,
+    "check_numbers": ("rows", _check_numbers),
 }
 
 
-def _check_values(call: Any) -> None:
-    checks.check_row_values("rows", call.rows, call.x.shape[1])
-
-
-@operator(
-    check=lambda call: _check_index(call.x, call.rows),
-    check_numbers=("rows", _check_values),
-    **_OF_ROWS,
-)
+@operator(**_OF_ROWS)
 def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Returns the tokens of x at ``rows``; zeros where a row is -1.
 
@@ -86,28 +99,7 @@ def gather_rows(x: Tensor, rows: Tensor) -> Tensor:
     return x.gather(1, index).masked_fill((rows < 0)[..., None], 0.0)
 
 
-def _check_scatter_rows(call: Any) -> None:
-    _check_index(call.x, call.rows)
-    _check_rows("values", call.values, call.x, call.rows)
-    if call.branch is not None:
-        _check_rows("branch", call.branch, call.x, call.rows)
-    checks.check_flag("inplace", call.inplace)
-    if call.inplace:
-        _check_inplace(call.x, call.values, call.branch)
-
-
-def _check_places(call: Any) -> None:
-    """Checks the facts that are not in the key of a call: the values of rows, and shared memory."""
-    _check_values(call)
-    if call.inplace:
-        _check_inplace(call.x, call.values, call.branch)
-
-
-@operator(
-    check=_check_scatter_rows,
-    check_numbers=("rows", _check_places),
-    **_OF_ROWS,
-)
+@operator(**_OF_ROWS)
 def scatter_rows(
     x: Tensor, rows: Tensor, values: Tensor, branch: Tensor | None = None, *, inplace: bool = False
 ) -> Tensor:
@@ -149,11 +141,6 @@ def _check_index(x: Tensor, rows: Tensor) -> None:
     if rows.shape[0] != x.shape[0]:
         raise ValueError(f"rows: are of {rows.shape[0]} images, expected {x.shape[0]} as x")
     checks.check_device("rows", rows, "x", x)
-    checks.check_row_values("rows", rows, x.shape[1])
-
-
-def _check_rows(name: str, tensor: Tensor, x: Tensor, rows: Tensor) -> None:
-    checks.check_tensor_like(name, tensor, (*rows.shape, x.shape[2]), _ROWS, x)
 
 
 def _check_inplace(x: Tensor, values: Tensor, branch: Tensor | None) -> None:

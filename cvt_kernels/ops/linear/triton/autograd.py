@@ -52,7 +52,8 @@ class _Linear(torch.autograd.Function):
         x, weight, bias, pre, scale = ctx.saved_tensors
         settings: dict[str, Any] = {"scale": scale, "scales_sum": ctx.scales_sum}
         if torch.is_grad_enabled() and ctx.are_given:
-            given, formula = (x, weight, bias), reference.linear
+            given: tuple[Any, ...] = (x, weight, bias)
+            formula: Any = reference.linear
             if ctx.adds:
                 given = *given, zeros_for(dout, ctx.needs_input_grad[4])
                 formula = functools.partial(reference.linear_add, **settings)
