@@ -131,15 +131,21 @@ def batch_statistics(
         momenta: Weights of the batch.
         corrections: n / (n − 1), which makes the variance unbiased.
     """
-    partial, counts = sliding_statistics(maybe_contiguous(x), Geometry.of(grid, strides), weights)
+    parts = sliding_statistics(maybe_contiguous(x), Geometry.of(grid, strides), weights)
+    return _merged(*parts, rows, running_means, running_vars, tracked, momenta, corrections)
+
+
+def _merged(partial: Tensor, counts: Tensor, rows: Sequence[int], *running: Any) -> tuple[Tensor, Tensor]:
+    """Merges the regions' statistics and counts, for the arguments of :func:`batch_statistics`."""
+    means, variances, tracked, momenta, corrections = map(tuple, running)
     branches, _, regions, channels = partial.shape
     mean, variance = (partial.new_empty(branches, channels) for _ in range(2))
     config = configuration("merge_stats", partial)
     launching.launch(
         _merge_stats_kernel, (-(-channels // config.channels), branches), on=partial, options=config.options,
         partial_ptr=partial, counts_ptr=counts, mean_ptr=mean, var_ptr=variance,
-        running_mean_ptrs=tuple(running_means), running_var_ptrs=tuple(running_vars),
-        tracked_ptrs=tuple(tracked), momenta=tuple(momenta), corrections=tuple(corrections),
-        channels=channels, regions=regions, ROWS=tuple(rows), TILE=Tile.of(config, partial.dtype),
+        running_mean_ptrs=means, running_var_ptrs=variances, tracked_ptrs=tracked, momenta=momenta,
+        corrections=corrections, channels=channels, regions=regions, ROWS=tuple(rows),
+        TILE=Tile.of(config, partial.dtype),
     )  # fmt: skip
     return mean, variance
