@@ -1,5 +1,6 @@
 """The projection in Triton: CvT's stages, statistics of many regions, running ones, launches."""
 
+import collections
 import contextlib
 import copy
 from dataclasses import replace
@@ -132,11 +133,14 @@ def test_sums_of_many_regions(regions):
     torch.testing.assert_close(ours, torch.cat([first.t().flatten(), second.t().flatten()]))
 
 
+Running = collections.namedtuple("Running", "rows means variances tracked momenta corrections")
+
+
 def running_statistics(channels, momenta):
     """Returns running statistics of the first and the third of three branches, with their own tensors."""
     given = [torch.rand(channels, dtype=torch.float64) for _ in range(4)]
     tracked = [torch.tensor(0), torch.tensor(3)]
-    return forward.Running((0, 2), given[:2], given[2:], tracked, momenta, (1.25, 1.5))
+    return Running((0, 2), given[:2], given[2:], tracked, momenta, (1.25, 1.5))
 
 
 def assert_updated(running, before, mean, variance):
@@ -152,7 +156,7 @@ def test_the_launch_that_merges_statistics_updates_running_ones():
     partial, counts, mean, variance = moments(5, 3, 65)
     running = running_statistics(3, (0.2, 0.0))
     before = copy.deepcopy(running)
-    forward._merged(partial, counts, running)
+    forward._merged(partial, counts, *running)
     assert_updated(running, before, mean, variance)
 
 
