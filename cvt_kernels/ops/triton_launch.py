@@ -80,7 +80,7 @@ _HAS_ASSEMBLY = tl.constexpr(not machine.INTERPRETING)
 
 
 @triton.jit
-def rounded(factor, SPEC: tl.constexpr):
+def rounded(factor, SPEC: tl.constexpr):  # type: ignore[no-untyped-def]
     """Returns a factor of a product, rounded to TF32 if that is the precision of SPEC.
 
     Tensor cores would cut off what TF32 has no bits for, with errors of two and a half times the size. It is

@@ -61,14 +61,14 @@ def project(
         assert block_m is not None
         few_rows.project_few(x, geometry, taps, weight, bias, out, block_m, norm)
         return out
-    weights, *vectors = parameters_of(x, convs)
+    weights, gammas, betas, means, variances = parameters_of(x, convs)
     if norm is not None:
         norm = norm._replace(weight=_aligned(norm.weight), bias=_aligned(norm.bias))
     tokens = x.new_empty(rows, x.shape[2])
     sliding_forward(
         x, geometry, [conv.eps for conv in convs],
-        [_aligned(weight) for weight in weights], *vectors, [tokens] * len(convs), norm=norm,
-        first_rows=first_rows,
+        [_aligned(weight) for weight in weights], gammas, betas, means, variances, [tokens] * len(convs),
+        norm=norm, first_rows=first_rows,
     )  # fmt: skip
     multiply(tokens, weight, bias, out, tuple(first_rows[1:]))
     return out

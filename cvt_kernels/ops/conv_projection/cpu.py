@@ -210,7 +210,7 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
         _Conv(*conv[6:9], conv.eps, not _takes_statistics(conv, training), length)
         for conv, length in zip(convs, lengths, strict=True)
     ]
-    settings = _Settings(*grid, numbers)
+    settings = _Settings(grid[0], grid[1], numbers)
     weights = [conv.weight for conv in convs]
     if (dtype := modes.autocast_dtype(x)) is not None:
         x, weights = x.to(dtype), [weight.to(dtype) for weight in weights]

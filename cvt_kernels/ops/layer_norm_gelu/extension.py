@@ -134,13 +134,13 @@ def _gradients_like(
 _SHAPES: dict[str, Any] = {
     "layer_norm": _normalized_like,
     "layer_norm_inference": lambda *args: _normalized_like(*args[:6])[0],
-    "add_layer_norm": lambda x, h, *args: (
+    "add_layer_norm": lambda x, h, weight, bias, eps, dtype: (
         h.new_empty(h.shape),
-        *_normalized_like(h, *args[:3], "", args[3]),
+        *_normalized_like(h, weight, bias, eps, "identity", dtype),
     ),
-    "add_layer_norm_inference": lambda x, h, *args: (
+    "add_layer_norm_inference": lambda x, h, weight, bias, eps, dtype: (
         h.new_empty(h.shape),
-        h.new_empty(h.shape, dtype=args[3]),
+        h.new_empty(h.shape, dtype=dtype),
     ),
     "layer_norm_backward": _gradients_like,
     "gelu": lambda x, *_: x.new_empty(x.shape),

@@ -129,7 +129,7 @@ def transformer_blocks(call: Record) -> Tensor:
     rows, sums, width = stream.view(-1, x.shape[2]), None, 0
     for i, block in enumerate(blocks):
         weight, bias, eps = block.norm1
-        tokens, taps = stream, taps_of(stream, grid, block.convs, block.linears)  # type: ignore[arg-type]
+        tokens, taps = stream, taps_of(stream, grid, block.convs, block.linears)
         if sums is None and taps is None:
             tokens = layer_norm(stream, weight, bias, eps=eps)
         projected = branches_of(_project(tokens, grid, block, sums, width, taps), stream, grid, block.convs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -89,22 +89,27 @@ def maybe_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) * x.shape[1] < 2**31 else x.contiguous()
 
 
-def parameters_of(x: Tensor, convs: Sequence[ConvBatchNorm]) -> tuple[list[Tensor], ...]:
+_Tensors = list[Tensor]
+
+
+def parameters_of(
+    x: Tensor, convs: Sequence[ConvBatchNorm]
+) -> tuple[_Tensors, _Tensors, _Tensors, _Tensors, _Tensors]:
     """Returns weights in the dtype of x, gammas, betas, means and variances, contiguous, for the kernels.
 
     Without running statistics there are no means and variances.
     """
-    of_convs = [
-        (
-            conv.weight.to(x.dtype),
-            x.new_ones(x.shape[2]) if conv.bn_weight is None else conv.bn_weight,
-            x.new_zeros(x.shape[2]) if conv.bn_bias is None else conv.bn_bias,
-            conv.running_mean,
-            conv.running_var,
-        )
-        for conv in convs
-    ]
-    return tuple([[t.contiguous() for t in each if t is not None] for each in zip(*of_convs, strict=True)])
+
+    def vectors(values: Iterable[Tensor | None], absent: Any) -> _Tensors:
+        return [absent(x.shape[2]) if each is None else each.contiguous() for each in values]
+
+    weights = [conv.weight.to(x.dtype).contiguous() for conv in convs]
+    gammas = vectors((conv.bn_weight for conv in convs), x.new_ones)
+    betas = vectors((conv.bn_bias for conv in convs), x.new_zeros)
+    tracking = [conv for conv in convs if conv.running_mean is not None]
+    means = vectors((conv.running_mean for conv in tracking), x.new_zeros)
+    variances = vectors((conv.running_var for conv in tracking), x.new_ones)
+    return weights, gammas, betas, means, variances
 
 
 # Device functions -----------------------------------------------------------------------------------------
