@@ -3,14 +3,12 @@
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from cvt import CheckpointError, CvTConfig, read_checkpoint
 from cvt.card import ModelCard
-from cvt_kernels.checks import shown
 from tests.cvt.models import SMALL
 
 NAMES = [f"class {i}" for i in range(10)]
@@ -96,16 +94,3 @@ def test_cards_that_are_whole(tmp_path):
         save_file({"x": torch.ones(1)}, path, metadata={"card": card})
         with pytest.raises(CheckpointError, match=f"odd.safetensors: is not of this version .*: {reason}"):
             read_checkpoint(path)
-
-
-def test_texts_of_values():
-    assert [shown(value) for value in (None, 1, 1.5, True, "x")] == ["None", "1", "1.5", "True", "'x'"]
-    assert shown(np.int64(32)) == repr(np.int64(32))
-    assert shown(np.zeros(2)) == "ndarray"
-    nested = "x"
-    for _ in range(60):
-        nested = (nested, nested)
-    wide = [[["x" * 100] * 9] * 9] * 9
-    odd_type = type("X" * 10**5, (), {})()
-    for value in (nested, wide, "x" * 10**6, [10**5000], {"a": [list(range(10**5))]}, odd_type, ODD):
-        assert len(shown(value)) <= 80

@@ -2,8 +2,6 @@
 
 import dataclasses
 import os
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,20 +41,6 @@ def test_the_commands_know_it_by_name(capsys, tmp_path):
     assert err == ""
     assert [line.split()[-1] for line in out.splitlines()[1::2]] == [str(i) for i in range(10)]
     assert all(float(line.split()[0].rstrip("%")) > 50 for line in out.splitlines()[1::2])
-
-
-def test_make_demo_ends_with_digits():
-    def commands(*options):
-        make = ["make", "--no-print-directory", "-n", "demo", *options]
-        root = Path(__file__).parents[2]
-        return subprocess.run(make, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
-
-    for options in ((), ("CHECKPOINT=x.pth",)):
-        *_, writes, classifies = commands(*options)
-        assert "save_digits('build/digits')" in writes
-        assert classifies.endswith("cvt classify build/digits/[0-4].png --checkpoint digits --top 1")
-    assert any(line.endswith("*.jpg --checkpoint 'x.pth'") for line in commands("CHECKPOINT=x.pth"))
-    assert not any("*.jpg" in line for line in commands())  # random weights know nothing of photographs
 
 
 def test_a_path_of_that_name_wins(tmp_path, monkeypatch):

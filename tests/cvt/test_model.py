@@ -14,9 +14,8 @@ from torch import nn
 import cvt_kernels as ck
 from cvt import PRESETS, CvT, CvTConfig, create_model
 from cvt.factory import randomize
-from cvt.model import Block, DropPath, Stage, tokens_to_map
+from cvt.model import Block, DropPath, tokens_to_map
 from cvt.tools.training.recipe import MODELS
-from cvt_kernels import backends, choose, modes
 from tests.checks import assert_accurate, record_all_calls
 from tests.conftest import DATA
 from tests.upstream import KERNELS_FIRST, assert_same_step, microsoft_numbers, relative
@@ -218,26 +217,6 @@ def test_drop_path_acts_on_both_branches_and_not_on_the_stream():
     assert block(x, (4, 4)).flatten(1).any(dim=1).all()
 
 
-def kinds_of_calls(images: int, size: int) -> set[str]:
-    """Returns the cache keys of a forward of CvT-13, whose tensors have no numbers."""
-    cache_keys = set()
-
-    def noting(operator, call):
-        cache_keys.add(choose.cache_key(operator, **call._asdict()))
-        return backends.registered(operator, "reference").load()
-
-    with pytest.MonkeyPatch.context() as patch, torch.device("meta"), torch.no_grad():
-        patch.setattr(choose, "choose", noting)
-        create_model("cvt_13").eval()(torch.empty(images, 3, size, size))
-    return cache_keys
-
-
-def test_batches_of_about_the_same_size_are_of_the_same_kinds():
-    kinds = kinds_of_calls(16, 224)
-    assert len(kinds) == 37
-    assert kinds_of_calls(20, 180) == kinds
-
-
 # timm's conventions ---------------------------------------------------------------------------------------
 
 
@@ -336,22 +315,6 @@ def test_compiles_without_graph_breaks():
         torch.testing.assert_close(theirs, ours, msg=name)
 
 
-@torch.no_grad()
-@pytest.mark.slow
-def test_compiles_with_dynamic_shapes():
-    stage = Stage(CvTConfig(cls_token=True).stages[0]).eval()
-    compiled = torch.compile(stage, fullgraph=True, backend="eager", dynamic=True)
-    for size in ((2, 3, 48, 64), (3, 3, 64, 80)):
-        x = torch.randn(size)
-        torch.testing.assert_close(compiled(x)[0], stage(x)[0])
-
-
-def test_exports():
-    model = small().eval()
-    x = torch.randn(2, 3, 48, 64)
-    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
-
-
 def test_autocast_trains_in_bfloat16_with_float32_weights():
     model = small().train()
     exact, x, gradients = copy.deepcopy(model).double(), torch.randn(4, 3, 64, 64), []
@@ -397,28 +360,6 @@ def test_bad_images(images, message):
         with pytest.raises((TypeError, ValueError), match=f"images: {message}"):
             model(images)
         assert all(b == 0 for name, b in model.named_buffers() if name.endswith("num_batches_tracked"))
-
-
-class OwnNorm(nn.LayerNorm):
-    """A LayerNorm of a class that no fused operator stands for."""
-
-
-@pytest.mark.parametrize("norm", [None, OwnNorm], ids=["own", "replaced"])
-def test_under_autocast_a_gpus_norms_write_what_their_layers_read(monkeypatch, norm):
-    """On a CPU, with a GPU's choice of dtype; a norm that someone put in its place is called as a module."""
-    monkeypatch.setattr(modes, "dtype_for_layers", modes.autocast_dtype)
-    block = Block(PRESETS["cvt_13"].stages[0], 0.0)
-    if norm is not None:
-        block.norm1 = norm(block.norm1.normalized_shape)
-    seen = {}
-    for name in ("proj_q", "fc1"):
-        layer = block.attn.proj_q if name == "proj_q" else block.mlp.fc1
-        layer.register_forward_hook(lambda module, args, out, name=name: seen.update({name: args[0].dtype}))
-    with torch.autocast("cpu", torch.bfloat16):
-        out = block(torch.randn(2, 16, 64), (4, 4))
-    own = torch.float32 if norm is not None else torch.bfloat16
-    assert (seen["fc1"], out.dtype) == (own, torch.float32)
-    assert seen["proj_q"] == torch.bfloat16
 
 
 OF_SIX = {"embed_dims": (16, 32, 48), "num_heads": (1, 2, 3), "depths": (1, 2, 3), "num_classes": 10}

@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
 
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
@@ -18,7 +17,6 @@ from tests.upstream import (
     huggingface,
     images,
     logits,
-    microsoft_plain,
     ours,
     relative,
 )
@@ -173,15 +171,6 @@ def patch(monkeypatch, kind):
 PATCHED = [nn.Linear, nn.LayerNorm, nn.Conv2d, nn.BatchNorm2d, nn.Dropout]
 
 
-@pytest.mark.parametrize("kind", PATCHED)
-def test_a_patched_class_of_pytorch(kind, monkeypatch):
-    models = pair("train")
-    patch(monkeypatch, kind)
-    assert_same(*models)
-    assert all("has a forward that is patched by tests.cvt" in reason for reason in reasons(models[0]))
-    assert bool(reasons(models[0])) == (kind is not nn.Linear)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("freeze", [False, True])
 @pytest.mark.parametrize("kind", [*PATCHED[:-1], nn.GELU])
@@ -195,15 +184,6 @@ def test_a_class_patched_after_accelerating(kind, freeze, monkeypatch):
             assert relative(logits(fused(x)), logits(own(x))) < 1e-5
         assert relative(logits(fused(x)), logits(own(x))) < 1e-5
         assert all(row.fused for row in ck.coverage(fused))
-
-
-def test_a_hook_on_all_modules_sees_all_of_them():
-    seen = []
-    model = ours().eval()
-    with nn.modules.module.register_module_forward_hook(lambda module, *rest: seen.append(module)):
-        model(images(2, 32, 32))
-    unseen = set(model.modules()) - set(seen)
-    assert all(isinstance(module, nn.ModuleList) for module in unseen)
 
 
 # Other modules --------------------------------------------------------------------------------------------
@@ -338,30 +318,6 @@ def test_images_are_checked_whatever_the_first_convolution_is():
     assert model(images(2, 32, 32)).isfinite().all()
 
 
-def test_parametrizations_take_effect():
-    models = pair("train")
-    for model in models:
-        block = model.stage.blocks[0]
-        torch.manual_seed(1)
-        for linear in (block.attn.proj_k, block.mlp.fc1, block.mlp.fc2):
-            parametrizations.weight_norm(linear)
-            linear.parametrizations.weight.original0.data.mul_(2)
-        parametrizations.spectral_norm(block.attn.conv_proj_v.conv)
-        parametrize.register_parametrization(block.attn.conv_proj_q.bn, "weight", Doubling())
-        parametrize.register_parametrization(block.norm2, "weight", Doubling())
-    assert_same(*models)
-    assert reasons(models[0]) == ["norm2 is a ParametrizedLayerNorm, expected LayerNorm"]
-
-
-@pytest.mark.filterwarnings("ignore:.*:FutureWarning")
-def test_the_older_normalization_of_weights_takes_effect():
-    models = pair("train")
-    for model in models:
-        nn.utils.weight_norm(model.stage.blocks[0].attn.conv_proj_k.conv)
-        model.stage.blocks[0].attn.conv_proj_k.conv.weight_g.data.mul_(2)
-    assert_same(*models)
-
-
 def test_a_block_in_which_modules_are_called_compiles_to_one_graph():
     fused, plain = pair("eval")
     for model in (fused, plain):
@@ -370,35 +326,6 @@ def test_a_block_in_which_modules_are_called_compiles_to_one_graph():
     compiled = torch.compile(fused, fullgraph=True, backend="eager")
     x = images(2, 16, 20)
     assert relative(compiled(x), plain(x)) < 1e-5
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("place", "make"), [("mlp", without), ("proj", derived), ("conv_proj_q", without)])
-def test_a_served_stage_notices_other_modules(place, make):
-    own, x = ours().eval(), images(2, 32, 32)
-    frozen = ck.accelerate(copy.deepcopy(own), freeze=True)
-    frozen(x)
-    for model in (own, frozen):
-        block = model.stage0.blocks[0]
-        parent = block if place == "mlp" else block.attn
-        setattr(parent, place, make(getattr(parent, place)))
-    assert relative(frozen(x), own(x)) < 1e-5
-    assert not ck.coverage(frozen)[0].fused
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("make", [huggingface, microsoft_plain, ours])
-def test_a_served_stage_notices_other_settings(make):
-    own, x = make().eval(), images(2, 32, 32)
-    frozen = ck.accelerate(copy.deepcopy(own), freeze=True)
-    frozen(x)
-    for name, value in (("scale", 0.4), ("eps", 0.1), ("approximate", "tanh")):
-        for model in (own, frozen):
-            for module in model.modules():
-                if name in vars(module):
-                    setattr(module, name, value)
-        assert relative(logits(frozen(x)), logits(own(x))) < 1e-5, name
-    assert all(row.fused for row in ck.coverage(frozen))
 
 
 # Tools ----------------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ import cvt_kernels as ck
 from cvt import CheckpointError, CvT, create_model, load_checkpoint, read_checkpoint, save_huggingface
 from cvt.card import ModelCard
 from cvt.checkpoints import Checkpoint, save_safetensors
-from cvt.config import PRESETS
-from cvt.quantized import compact, install_layers, quantized_layers, why_damaged
+from cvt.quantized import compact, why_damaged
 from cvt_kernels.ops.linear_int8.modules import ConvInt8
 from tests.cvt.models import equal, quantized, small
 
@@ -149,21 +148,6 @@ def test_tensors_without_plain_memory(change):
     assert why_damaged({"a.qweight": weight, "a.weight_scale": scale}) is None
     assert "a.qweight: got shape" in why_damaged({"a.qweight": change(weight), "a.weight_scale": scale})
     assert "a.weight_scale: got (3,)" in why_damaged({"a.qweight": weight, "a.weight_scale": change(scale)})
-
-
-def test_the_file_of_cvt_13_has_less_than_three_tenths_of_its_size():
-    with torch.device("meta"):
-        model = create_model("cvt_13")
-        before = sum(parameter.nbytes for parameter in model.parameters())
-        linear = [name for name, each in model.named_modules() if type(each) is torch.nn.Linear]
-        weights = {f"{name}.qweight": model.get_submodule(name).weight.char() for name in linear[:-1]}
-        install_layers(model, weights)
-    after = sum(
-        tensor.nbytes // (2 if tensor.dtype == torch.float32 and tensor.ndim > 1 else 1)
-        for tensor in model.state_dict().values()
-    )
-    assert len(quantized_layers(model.state_dict())) == 6 * sum(PRESETS["cvt_13"].depths)
-    assert after < 0.3 * before
 
 
 def test_what_stays_in_floating_point_is_rounded_where_that_is_accurate():

@@ -169,23 +169,6 @@ def test_a_function_and_smaller_logits_of_an_output():
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())
 
 
-def test_a_segformer_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    sizes = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 24, 32], "decoder_hidden_size": 16}
-    config = transformers.SegformerConfig(**sizes, num_labels=7)
-    model = transformers.SegformerForSemanticSegmentation(config).eval()
-    randomize(model, 1)
-    x = images(96, 128)
-    with torch.no_grad():
-        logits = model(x).logits
-    assert logits.shape == (2, 7, 24, 32)
-    whole, sizes = F.interpolate(logits, (96, 128), mode="bilinear"), {"overlap": 32, "context": 16}
-    out = segment_in_tiles(model, x, tile=128, **sizes, logits=True)
-    torch.testing.assert_close(out, whole)
-    assert torch.equal(segment_in_tiles(model, x, tile=128, **sizes).long(), whole.argmax(1))
-    assert segment_in_tiles(ck.accelerate(model, freeze=True), x, tile=64, **sizes).shape == (2, 96, 128)
-
-
 @pytest.mark.rest
 def test_the_page_runs_as_it_stands():
     names = run_blocks(python_blocks(section_of("segmentation.md", "## Large images")))

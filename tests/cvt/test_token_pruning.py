@@ -22,7 +22,7 @@ from cvt.tools.commands.export import export
 from cvt.tools.evaluation import cost
 from cvt.tools.explanation import explain, photograph, pictures
 from cvt.tools.training.recipe import MODELS
-from cvt_kernels.ops.token_selection import select_tokens, spread_keys
+from cvt_kernels.ops.token_selection import spread_keys
 from tests.checks import bad, python_blocks, run_blocks, section_of
 from tests.processes import run_python
 
@@ -126,20 +126,6 @@ def test_all_tokens_kept_are_the_model_as_it_is():
         everything = deep(token_keep="entropy", token_keep_bounds=(1.0, 1.0))
         assert torch.equal(everything(X), expected)
     assert list(plain.state_dict()) == list(deep(token_keep=0.5).state_dict())
-
-
-def test_selection():
-    scores = torch.tensor([[0.1, 0.4, 0.0, 0.5], [0.25, 0.25, 0.25, 0.25]])
-    rows = select_tokens(scores, None, 0.5, (0.5, 0.9), class_token=True)
-    assert rows.tolist() == [[0, 2, 4], [0, 1, 2]]
-    assert select_tokens(scores, rows, 0.5, (0.5, 0.9), class_token=True).tolist() == [[0, 4], [0, 1]]
-    # exp(entropy) is 2.57 and 4.
-    rows = select_tokens(scores, None, "entropy", (0.25, 1.0), class_token=False)
-    assert rows.tolist() == [[0, 1, 3, -1], [0, 1, 2, 3]]
-    assert select_tokens(scores, rows, "entropy", (0.1, 0.5), class_token=False).tolist() == [[1, 3], [0, 1]]
-    assert select_tokens(scores[:1], None, "entropy", (0.25, 0.5), class_token=False).tolist() == [[1, 3]]
-    many = torch.rand(1, 100)
-    assert select_tokens(many, None, 0.55, (0.5, 0.9), class_token=False).shape == (1, 55)
 
 
 def test_features_hooks_and_other_pools():
@@ -251,15 +237,6 @@ def test_activation_checkpointing_gives_the_same_gradients():
             _forward, *args, use_reentrant=False, **kw
         )
     torch.testing.assert_close(gradients(model, lambda m: m(X)), expected)
-
-
-@pytest.mark.slow
-def test_compiled_without_a_break():
-    x = X[:2, :, :32, :32]
-    model = deep(depths=(1, 2), token_keep=("entropy", 1.0)).train()
-    expected = gradients(copy.deepcopy(model), lambda m: m(x))
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(gradients(compiled, lambda m: m(x)), expected, rtol=1e-3, atol=1e-4)
 
 
 # Explanation ----------------------------------------------------------------------------------------------

@@ -118,19 +118,6 @@ def test_a_toolkit_that_cannot_be_used(tmp_path, lacks, message):
     assert message in insisting.stderr
 
 
-@pytest.mark.parametrize(
-    ("architectures", "message"),
-    [
-        ("Hopper", "TORCH_CUDA_ARCH_LIST: got 'Hopper', expected versions such as 8.0;9.0+PTX"),
-        ("9.0;12.0", "TORCH_CUDA_ARCH_LIST: got 12.0, which CUDA 13.0 does not know"),
-    ],
-)
-def test_architectures_that_cannot_be_compiled_for(tmp_path, architectures, message):
-    result = run_setup(**fake_toolkit(tmp_path), CVT_KERNELS_CUDA="1", TORCH_CUDA_ARCH_LIST=architectures)
-    assert result.returncode == 1
-    assert message in result.stderr
-
-
 @pytest.fixture
 def setup(tmp_path, monkeypatch):
     """Returns the functions of setup.py, by name, which find the toolkit of fake_toolkit() and no GPU."""
@@ -171,15 +158,6 @@ def test_cuda_kernels_are_for_machines_with_a_gpu_and_for_wheels(monkeypatch, se
     assert (setup["find_toolkit"]() is not None) is built
 
 
-def test_the_gpus_here_are_those_of_nvidia_smi(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert toolkit.gpus_here() == []
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nprintf '9.0\\n8.0\\n9.0\\n[N/A]\\n'\n")
-    program.chmod(0o755)
-    assert toolkit.gpus_here() == ["8.0", "9.0"]
-
-
 def planned(setup, tmp_path, sets):
     """Returns the commands of a build for some instruction sets."""
     return setup["steps"](tmp_path / "build", tmp_path / "_C.so", ck.__version__, sets)
@@ -197,22 +175,6 @@ def test_every_source_of_csrc_is_compiled(tmp_path, setup):
     names = [line.split('"')[1] for line in Path(together.command[-3]).read_text().splitlines()]
     assert [f"csrc/{name}" for name in names] == [path for path in together.inputs if path.endswith(".cpp")]
     assert link.inputs == [str(step.output) for step in objects]
-
-
-@needs_x86
-@needs_compiler
-def test_one_line_says_what_is_compiled_and_how_long_that_takes(tmp_path, capsys, monkeypatch, setup):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # a terminal has the line from there already
-    plan = planned(setup, tmp_path, ["avx2"])
-    setup["announce"](plan, ["avx2"])
-    [line] = capsys.readouterr().err.splitlines()
-    begin = f"cvt-kernels: compiling {len(plan) - 1} files for avx2, with CUDA kernels, in about "
-    assert re.match(rf"{begin}\d+ min on \d+ idle cores; ", line)
-    for step in plan:
-        step.output.parent.mkdir(exist_ok=True)
-        step.output.touch()
-    setup["announce"](plan, ["avx2"])
-    assert capsys.readouterr().err == ""
 
 
 @needs_compiler
@@ -257,14 +219,6 @@ def test_a_build_in_a_checkout_is_for_what_the_cpu_has(monkeypatch, setup, flags
     assert setup["MACHINE"]["cpu_sets_here"]() == [name for name in sets.split() if name != "amx_bf16"]
 
 
-def test_a_cpu_without_flags_has_plain_loops(monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_text", lambda path, **_: "Features : fp asimd\n")
-        assert toolkit.cpu_sets_here() == ["plain"]
-    monkeypatch.setattr(toolkit, "Path", lambda name: Path("/no/such/folder"))
-    assert toolkit.cpu_sets_here() == ["plain"]
-
-
 @needs_x86
 def test_what_cvt_kernels_cpu_sets_asks_for(monkeypatch, setup):
     assert setup["cpu_sets"]() == toolkit.cpu_sets_here()[-1:]
@@ -275,15 +229,6 @@ def test_what_cvt_kernels_cpu_sets_asks_for(monkeypatch, setup):
     for names in ("avx512 avx2", "avx2,avx512", " avx512; avx2 "):
         monkeypatch.setenv("CVT_KERNELS_CPU_SETS", names)
         assert setup["cpu_sets"]() == ["avx2", "avx512"]
-
-
-def test_wheels_have_all_sets():
-    wheels = (
-        (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[tool.cibuildwheel.environment]")[2]
-    )
-    assert 'CVT_KERNELS_CPU_SETS = "all"' in wheels.partition("\n[")[0]
-    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nwheel: ")[2].partition("\n\n")[0]
-    assert "CVT_KERNELS_CPU_SETS=all $(BIN)/python -m build" in recipe
 
 
 def tables_of_the_header():
@@ -361,12 +306,6 @@ def test_a_build_that_fails_says_what_to_do(tmp_path, monkeypatch, setup, enviro
     assert str(failure.value).endswith(f"clang from 16{advice}")
 
 
-def test_without_the_headers_of_python_the_python_part_is_installed_alone(monkeypatch, setup):
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: "no-such-folder")
-    monkeypatch.setitem(setup["why_not_buildable"].__globals__, "compiler", lambda: [sys.executable])
-    assert "the headers of Python are not installed" in setup["why_not_buildable"]()
-
-
 @needs_compiler
 def test_a_source_is_compiled_again_for_the_headers_that_the_compiler_reads(setup):
     loops = sorted(Path("csrc").glob("*/*cpu_loops.cpp"))
@@ -374,11 +313,6 @@ def test_a_source_is_compiled_again_for_the_headers_that_the_compiler_reads(setu
     rules = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     read = [set(rule.split()[1:]) for rule in rules.replace("\\\n", " ").splitlines()]
     assert read == [{str(loop), *map(str, setup["headers_of"](loop))} for loop in loops]
-
-
-def test_every_included_header_exists(setup):
-    for source in map(Path, setup["SOURCES"] + setup["HEADERS"]):
-        assert all(header.exists() for header in setup["headers_of"](source)), source
 
 
 @pytest.mark.usefixtures("_reload")

@@ -1,6 +1,5 @@
 """Figures of an evaluation, against scikit-learn's; costs, against the paper's."""
 
-import itertools
 import math
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
-from cvt.tools.evaluation import add_up, cost, evaluate
+from cvt.tools.evaluation import cost, evaluate
 from cvt_kernels.tuning import clock
 from tests.cvt.models import SMALL
 
@@ -51,24 +50,6 @@ def test_figures_are_those_of_scikit_learn_however_the_images_are_batched(classe
         assert figures.per_class[[0, 2]].tolist() == pytest.approx(right.tolist())
 
 
-def test_sums_are_those_behind_the_figures():
-    logits, labels = torch.randn(20, 7), torch.randint(7, (20,))
-    table, observed = Table(logits), []
-    sums = add_up(
-        table,
-        batches(labels, 8, 8, 4),
-        torch.device("cpu"),
-        observe=lambda *answers: observed.append(answers),
-    )
-    figures = evaluate(table, batches(labels, 20))
-    assert (sums.images, sums.top1 / 20, sums.top5 / 20) == (20, figures.top1, figures.top5)
-    assert sums.loss == pytest.approx(20 * figures.loss, rel=1e-6)
-    assert torch.equal(torch.cat([answers[2] for answers in observed]), logits)
-    ranked = logits.argsort(1, descending=True)
-    assert torch.equal(torch.cat([answers[3] for answers in observed]), ranked[:, :5])
-    assert add_up(table, [], torch.device("cpu")) == (0, 0, 0, 0)
-
-
 def test_the_model_is_left_in_its_modes():
     model = create_model(SMALL).train()
     model.stage0.eval()
@@ -103,15 +84,6 @@ def test_speed_is_a_median_after_a_batch_that_warms_up(sizes, costs, expected, d
     figures = evaluate(Table(torch.zeros(sum(sizes), 2)), batches(labels, *sizes))
     assert figures.images_per_second == (None if expected is None else pytest.approx(expected))
     assert figures.is_disturbed == disturbed
-
-
-def test_speed_beside_other_programs_is_said_to_be_rough(monkeypatch):
-    """Threads wait for a CPU for a second in each forward."""
-    waited = itertools.count()
-    monkeypatch.setattr(clock, "waited_seconds", lambda: float(next(waited)))
-    labels = torch.zeros(10, dtype=torch.int64)
-    assert evaluate(Table(torch.zeros(10, 2)), batches(labels, *[2] * 5)).is_disturbed
-    assert not evaluate(Table(torch.zeros(10, 2)), batches(labels, *[5] * 2)).is_disturbed  # no speed at all
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

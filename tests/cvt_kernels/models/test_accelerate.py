@@ -2,20 +2,16 @@
 
 import copy
 import functools
-import io
 import json
 import pickle
 import re
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils import parametrize
 
 import cvt_kernels as ck
-from cvt.factory import randomize
 from cvt_kernels import backends, modes
 from cvt_kernels.models import families, forward, matching
 from cvt_kernels.ops import autograd
@@ -115,14 +111,6 @@ def test_evaluation(make, batch):
             assert_accurate(outputs(fused), expected, exact)
 
 
-@every_upstream
-def test_evaluation_of_cvt_13(make):
-    own, fused = pair(make, size="cvt_13")
-    x = images(1, 224, 224)
-    with torch.inference_mode():
-        assert relative(logits(fused(x)), logits(own(x))) < 1e-5
-
-
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("make", [huggingface, microsoft_plain, *PYRAMIDS])
@@ -170,14 +158,6 @@ def test_active_attention_dropout_is_left_to_the_block(make):
         assert relative(logits(fused.eval()(x)), logits(own.eval()(x))) < 1e-4
     assert len(attention_calls) == len(unfused)
     assert all(row.fused for row in ck.coverage(fused))
-
-
-@every_upstream
-def test_partly_frozen_batch_norm(make):
-    own, fused = pair(make, "train")
-    for model in (own, fused):
-        [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)][1].eval()
-    assert_same_step(own, fused, images(), 2e-5)
 
 
 def test_images_on_a_gpu_become_channels_last():
@@ -310,145 +290,10 @@ def test_everything_but_the_classes_stays(make):
     for _ in range(2):
         assert ck.restore(model) is model
         assert [type(m) for m in model.modules()] == classes
-
-
-@every_upstream
-def test_hooks_on_blocks_fire(make):
-    own, fused = pair(make)
-    fired, outputs = [], []
-    rows = ck.coverage(fused)
-    for model in (own, fused):
-        seen = []
-        for row in rows:
-            block = model.get_submodule(row.path)
-            block.register_forward_pre_hook(
-                lambda m, args, seen=seen, path=row.path: seen.append((path, len(args)))
-            )
-            block.register_forward_hook(lambda m, args, out, seen=seen: seen.append(out.shape))
-        outputs.append(logits(model(images())))
-        fired.append(seen)
-    assert relative(outputs[1], outputs[0]) < 1e-5
-    assert fired[1] == fired[0]
-    assert len(fired[0]) == 2 * len(rows)
-    assert all(row.fused for row in ck.coverage(fused))
-
-
-class Inner(NamedTuple):
-    """The paths of modules of one block that its fused forward does not call."""
-
-    projection: str
-    conv: str
-    bn: str
-    norm: str
-    act: str
-
-
-def inner(model):
-    if hasattr(model, "cvt"):
-        layer = "cvt.encoder.stages.1.layers.0"
-        projection = f"{layer}.attention.attention.convolution_projection_key.convolution_projection"
-        names = "convolution", "normalization", "layernorm_after", "intermediate.activation"
-    else:
-        layer, names = "stage1.blocks.0", ("conv", "bn", "norm2", "mlp.act")
-        projection = f"{layer}.attn.conv_proj_k"
-    conv, bn, norm, act = names
-    return Inner(
-        projection, f"{projection}.{conv}", f"{projection}.{bn}", f"{layer}.{norm}", f"{layer}.{act}"
-    )
-
-
-class Doubling(nn.Module):
-    def forward(self, x):
-        return 2 * x
-
-
-def with_bias(conv):
-    new = nn.Conv2d(conv.in_channels, conv.in_channels, 3, 2, 1, groups=conv.groups, bias=True)
-    randomize(new)
-    return new
-
-
-def scale_outputs(module, calls):
-    module.register_forward_hook(lambda m, args, out: calls.append(1) or 1.5 * out)
-
-
-def shift_inputs(module, calls):
-    module.register_forward_pre_hook(lambda m, args: calls.append(1) or (args[0] + 1,))
-
-
-def note_gradients(module, calls):
-    module.register_full_backward_hook(lambda m, grad_in, grad_out: calls.append(1))
-
-
-def double_weight(module, calls):
-    parametrize.register_parametrization(module, "weight", Doubling())
-
-
-def own_forward(module, calls):
-    forward = module.forward
-    module.forward = lambda x: calls.append(1) or 3 * forward(x)
-
-
-def replaced_by(make):
-    """Returns a change that puts another module in the place of one."""
-    return lambda module, calls: make(module)
-
-
-CHANGES = [
-    *((place, scale_outputs, "has forward hooks") for place in Inner._fields),
-    ("conv", shift_inputs, "has forward hooks"),
-    ("bn", note_gradients, "has backward hooks"),
-    ("conv", double_weight, "is a ParametrizedConv2d, expected Conv2d"),
-    ("conv", replaced_by(with_bias), "a convolution has a bias"),
-    ("bn", replaced_by(lambda bn: Doubling()), "is a Doubling, expected BatchNorm2d or SyncBatchNorm"),
-    ("norm", replaced_by(lambda norm: Doubling()), "is a Doubling, expected LayerNorm"),
-    ("act", replaced_by(lambda act: nn.SiLU()), "is a SiLU, expected GELU"),
-    ("bn", own_forward, "has a forward of its own"),
-]
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(("place", "change", "reason"), CHANGES)
-@every_upstream
-def test_a_changed_inner_module_takes_effect(make, place, change, reason, when):
-    """Somebody changes a module that a fused forward would pass over, before or after ``accelerate``."""
-    own = make().train()
-    models, calls = (own, copy.deepcopy(own)), ([], [])
-    if when == "after":
-        ck.accelerate(models[1], freeze=False)
-    for model, of_model in zip(models, calls, strict=True):
-        path = getattr(inner(model), place)
-        new = change(model.get_submodule(path), of_model)
-        if isinstance(new, nn.Module):
-            model.set_submodule(path, new)
-    fused = ck.accelerate(models[1], freeze=False)
-    assert_same_step(own, fused, images(), 2e-5)
-    assert calls[1] == calls[0]
-    assert bool(calls[0]) == (change in (scale_outputs, shift_inputs, note_gradients, own_forward))
-    (row,) = [row for row in ck.coverage(fused) if not row.fused]
-    assert reason in row.reason
-
-
-class Adapter(nn.Module):
-    def __init__(self, base):
-        super().__init__()
-        self.base, self.down, self.up = base, nn.Linear(base.in_features, 2), nn.Linear(2, base.out_features)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-@every_upstream
-def test_linear_layers_may_become_anything(make):
-    """Adapters (LoRA) and quantization replace them: they are called as modules."""
-    own, fused = pair(make, "train")
-    for model in (own, fused):
-        torch.manual_seed(5)
-        for path, module in list(model.named_modules()):
-            if type(module) is nn.Linear:
-                model.set_submodule(path, Adapter(module))
-    assert_same_step(own, fused, images(), 2e-5)
-    assert all(row.fused for row in ck.coverage(fused))
+    ck.accelerate(model.eval())
+    with torch.no_grad():
+        model(inputs(make))
+    assert {name: set(vars(module)) for name, module in ck.restore(model).named_modules()} == attributes
 
 
 @pytest.mark.parametrize("make", [*UPSTREAMS, ours])
@@ -485,20 +330,6 @@ def test_a_hook_on_all_modules_sees_all_of_them():
     assert ck.coverage(fused)[0].fused
 
 
-@every_model
-def test_copies_and_pickles_are_accelerated(make):
-    own, fused = pair(make)
-    buffer, x = io.BytesIO(), inputs(make)
-    torch.save(fused, buffer)
-    buffer.seek(0)
-    for twin in (copy.deepcopy(fused), torch.load(buffer, weights_only=False)):
-        assert all(row.fused for row in ck.coverage(twin))
-        with torch.no_grad():
-            assert torch.equal(logits(twin(x)), logits(fused(x)))
-        assert [type(m) for m in ck.restore(twin).modules()] == [type(m) for m in own.modules()]
-    assert all(row.fused for row in ck.coverage(fused))
-
-
 @pytest.mark.parametrize("freeze", [False, None, True])
 @pytest.mark.parametrize("make", [*UPSTREAMS, segformer, pvt, pvt_v2, glpn, *ENCODERS])
 def test_copies_look_the_same(make, freeze):
@@ -506,26 +337,13 @@ def test_copies_look_the_same(make, freeze):
     model = ck.accelerate(copy.deepcopy(own), freeze=freeze)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert [type(m) for m in twin.modules()] == [type(m) for m in model.modules()]
+        assert ck.coverage(twin) == ck.coverage(model)
         assert all(map(isinstance, twin.modules(), map(type, own.modules())))
         assert repr(twin) == repr(own)
         state, expected = twin.state_dict(), own.state_dict()
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], expected[name]) for name in expected)
-
-
-@every_upstream
-def test_states_go_to_and_from_the_upstream_model(make):
-    """Compares in float64, since larger weights make float32's rounding large, upstream's too."""
-    own, other = (in_float64(make()).eval() for _ in range(2))
-    fused, x = ck.accelerate(copy.deepcopy(own), freeze=False), images(dtype=torch.float64)
-    assert all(row.fused for row in ck.coverage(fused))
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.mul_(1.5)
-        fused.load_state_dict(other.state_dict())
-        own.load_state_dict(fused.state_dict())
-        for model in (own, fused):
-            assert relative(logits(model(x)), logits(other(x))) < 1e-11
+        assert [type(m) for m in ck.restore(twin).modules()] == [type(m) for m in own.modules()]
 
 
 def test_save_pretrained(tmp_path):
@@ -717,26 +535,3 @@ def test_a_patched_class_is_left_alone(monkeypatch, patched, wraps, beginning):
     assert relative(fused(images()), own(images())) < 1e-5
     (reason,) = {row.reason for row in ck.coverage(fused) if not row.fused}
     assert reason.startswith(beginning)
-
-
-@pytest.mark.parametrize(
-    ("patched", "freeze"),
-    [
-        (microsoft_cvt.VisionTransformer, False),
-        (microsoft_cvt.VisionTransformer, None),
-        (microsoft_cvt.VisionTransformer, True),
-        (microsoft_cvt.ConvolutionalVisionTransformer, None),
-    ],
-)
-@torch.no_grad()
-def test_a_class_that_is_patched_later_runs_the_patch(monkeypatch, patched, freeze):
-    fused = ck.accelerate(microsoft().eval(), freeze=freeze)
-    before, original, called = fused(images()), patched.forward, []
-
-    def patch(self, *args):
-        called.append(self)
-        return original(self, *args)
-
-    monkeypatch.setattr(patched, "forward", patch)
-    assert relative(fused(images()), before) < 1e-5
-    assert called == [module for module in fused.modules() if isinstance(module, patched)]

@@ -144,15 +144,6 @@ def test_accelerated_in_inference_mode(make):
 # torch.compile, export, ONNX -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("make", "mode"), list(zip(UPSTREAMS, ["train", "eval"], strict=True)))
-def test_compiles_without_graph_breaks(make, mode):
-    own = getattr(one_stage(make), mode)()
-    called = record_calls("attention")
-    compiled = torch.compile(ck.accelerate(copy.deepcopy(own)), fullgraph=True, backend="aot_eager")
-    assert_same_step(own, compiled, images(), 2e-5)
-    assert len(called) == 1
-
-
 def few_blocks(make, drop_path):
     """Returns a model in training mode, and how many blocks it has and how many of these drop branches."""
     if make is huggingface:

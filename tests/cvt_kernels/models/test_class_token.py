@@ -105,32 +105,6 @@ def test_watched_tokens_are_all_computed(make, freeze, change):
 
 
 @every_form
-def test_hidden_states_are_whole(freeze):
-    original, x = huggingface().eval(), images(2, 32, 48)
-    model = ck.accelerate(copy.deepcopy(original), freeze=freeze)
-    with torch.no_grad():
-        expected = original(x, output_hidden_states=True).hidden_states
-        actual = model(x, output_hidden_states=True).hidden_states
-        features = model.cvt(x).last_hidden_state
-    assert all(relative(*pair) < 1e-5 for pair in zip(actual, expected, strict=True))
-    assert relative(features, expected[-1]) < 1e-5
-
-
-@every_form
-def test_loss_and_tuples_of_hugging_face(freeze):
-    original, x = huggingface().eval(), images(2, 32, 48)
-    model = ck.accelerate(copy.deepcopy(original), freeze=freeze)
-    settings = {"labels": torch.tensor([1, 2]), "return_dict": False}
-    with noted_queries() as noted, torch.no_grad():
-        loss, out = model(x, **settings)
-    with torch.no_grad():
-        true_loss, expected = original(x, **settings)
-    assert noted[-1] == 1
-    assert relative(out, expected) < 1e-5
-    torch.testing.assert_close(loss, true_loss)
-
-
-@every_form
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_head_of_hugging_face_normalizes_by_the_operator(freeze, dtype):
     own = huggingface().eval().to(dtype)
@@ -162,67 +136,15 @@ def test_head_of_hugging_face_normalizes_by_the_operator(freeze, dtype):
     assert relative(out.logits.double(), true) <= bound
 
 
-def returning_twice(module, args, out):
-    """Changes what a module returns."""
-    return 2 * out
-
-
-def hooked_norm(model):
-    model.layernorm.register_forward_hook(returning_twice)
-
-
-def hooked_classifier(model):
-    model.classifier.register_forward_hook(returning_twice)
-
-
-def another_norm(model):
-    model.layernorm = torch.nn.Sequential(copy.deepcopy(model.layernorm), torch.nn.Tanh())
-
-
-def norm_without_epsilon(model):
-    model.layernorm.eps = 0.0
-
-
-def without_classifier(model):
-    model.classifier = torch.nn.Identity()
-
-
-def patched_norm(model):
-    model.layernorm.forward = lambda x: 3 * x
-
-
-@every_form
-@pytest.mark.parametrize(
-    "change",
-    [hooked_norm, hooked_classifier, another_norm, norm_without_epsilon, without_classifier, patched_norm],
-)
-def test_changes_of_the_head_of_hugging_face_are_noticed(freeze, change):
+def test_head_of_hugging_face_under_autocast():
     own, x = huggingface().eval(), images(2, 32, 48)
-    model = ck.accelerate(copy.deepcopy(own), freeze=freeze)
-    before = queries_of(model, x)[1]
-    for each in own, model:
-        change(each)
+    model = ck.accelerate(copy.deepcopy(own), freeze=False)
     with torch.no_grad():
-        out, expected = model(x).logits, own(x).logits
-    assert relative(out, expected) < 1e-5
-    assert change is norm_without_epsilon or not torch.equal(out, before)
-
-
-@every_form
-def test_a_patched_forward_of_hugging_face_runs(freeze, monkeypatch):
-    model, x = ck.accelerate(huggingface().eval(), freeze=freeze), images(2, 32, 48)
-    queries_of(model, x)
-    cls = type(huggingface())
-    forward = cls.forward
-
-    def patch(self, *args, **kwargs):
-        return 2 * forward(self, *args, **kwargs).logits
-
-    expected = 2 * queries_of(model, x)[1]
-    monkeypatch.setattr(cls, "forward", patch)
-    assert relative(queries_of(model, x)[1], expected) < 1e-6
-    monkeypatch.undo()
-    assert relative(2 * queries_of(model, x)[1], expected) < 1e-6
+        true = own(x).logits
+        with torch.autocast("cpu", torch.bfloat16):
+            out, expected = model(x).logits, own(x).logits
+    assert out.dtype == expected.dtype
+    assert relative(out.float(), true) <= 2 * relative(expected.float(), true)
 
 
 def test_hugging_face_answers_what_the_head_does_not_take():
@@ -236,17 +158,6 @@ def test_hugging_face_answers_what_the_head_does_not_take():
         assert relative(model(x)[0], expected.logits) < 1e-5
         out = model(pixel_values=x, interpolate=True, return_dict=True)  # upstream takes any keyword
         assert relative(out.logits, expected.logits) < 1e-5
-
-
-def test_head_of_hugging_face_under_autocast():
-    own, x = huggingface().eval(), images(2, 32, 48)
-    model = ck.accelerate(copy.deepcopy(own), freeze=False)
-    with torch.no_grad():
-        true = own(x).logits
-        with torch.autocast("cpu", torch.bfloat16):
-            out, expected = model(x).logits, own(x).logits
-    assert out.dtype == expected.dtype
-    assert relative(out.float(), true) <= 2 * relative(expected.float(), true)
 
 
 @every_classifier

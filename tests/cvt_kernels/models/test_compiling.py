@@ -52,24 +52,15 @@ def part(request):
     return own, frozen(own), args
 
 
-@pytest.mark.parametrize("make", CVTS)
+@pytest.mark.parametrize("make", [*CVTS, pvt_v2, segformer])
 def test_each_stage_is_one_operator(make, served):
-    fused = frozen(make())
+    fused, xs = frozen(make()), [inputs(make, batch) for batch in (2, 3)]
+    count = len(outermost_of(fused))
+    logits(fused(xs[0]))  # transformers records hidden states in the first call, and leaves hooks
     compiled = Compiled(fused, dynamic=True)
-    for batch in (2, 3):
-        x = images(batch)
-        assert relative(logits(compiled(x)), logits(fused(x))) < 1e-6  # not the same bits in torch 2.11
-    assert (compiled.counts, len(served)) == ([3], 12)
-
-
-def test_each_stage_of_a_pyramid_is_one_operator(served):
-    fused, x = frozen(pvt_v2()), inputs(pvt_v2)
-    compiled = Compiled(fused)
-    assert relative(logits(compiled(x)), logits(fused(x))) < 1e-6
-    assert (compiled.counts, len(served)) == ([2], 4)
-    fused.pvt_v2.encoder.layers[1].blocks[0].register_forward_hook(lambda module, args, out: None)
-    torch.compiler.reset()
-    assert relative(logits(Compiled(fused)(x)), logits(fused(x))) < 1e-6
+    for x in xs:
+        assert relative(logits(compiled(x)), logits(fused(x))) < 1e-5  # not the same bits in torch 2.11
+    assert (compiled.counts, len(served)) == ([count], 5 * count)
 
 
 def test_a_graph_serves_tokens_of_several_sizes(served):
@@ -79,14 +70,6 @@ def test_a_graph_serves_tokens_of_several_sizes(served):
         x = torch.randn(2, height * width, 16)
         assert torch.equal(compiled(x, height, width)[0], layer(x, height, width)[0])
     assert (compiled.counts, len(served)) == ([1], 4)
-
-
-def test_a_segmenter_is_compiled_after_its_hidden_states_were_recorded():
-    fused, x = frozen(segformer()), inputs(segformer)
-    expected = fused(x).logits
-    compiled = Compiled(fused)
-    assert relative(compiled(x).logits, expected) < 1e-5
-    assert compiled.counts == [len(outermost_of(fused))]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch, about itself

@@ -131,51 +131,10 @@ def test_training_and_gradients_run_upstreams_forward(maps):
 
 
 @torch.no_grad()
-def test_changes_of_weights_settings_and_modules_are_noticed(maps):
-    ours, upstreams = made()
-    images = torch.randn(1, 3, 32, 64)
-
-    def change(model, step):
-        if step == 0:
-            model.head.head[0].weight.mul_(2)
-        elif step == 1:
-            model.head.head[2].bias.add_(1)
-        elif step == 2:
-            model.head.config.max_depth = 3
-        elif step == 3:
-            model.decoder.stages[3].fusion.convolutional_layer1[1].running_mean.add_(1)
-        elif step == 4:
-            model.head.head[1] = torch.nn.GELU()
-        else:
-            model.head.head[1] = torch.nn.ReLU()
-            model.decoder.final_upsample.mode, model.decoder.final_upsample.align_corners = "nearest", None
-
-    for step in range(6):
-        before = ours(images).predicted_depth
-        for model in (ours, upstreams):
-            change(model, step)
-        after = ours(images).predicted_depth
-        torch.testing.assert_close(after, upstreams(images).predicted_depth)
-        assert not torch.equal(before, after)
-    assert len(maps) == 9  # neither GELU nor other upsampling
-
-
-@torch.no_grad()
 def test_a_head_that_reads_another_map_runs_its_own_forward(maps):
     ours, upstreams = made(head_in_index=1)
     images = torch.randn(1, 3, 32, 64)
     torch.testing.assert_close(ours(images).predicted_depth, upstreams(images).predicted_depth)
-    assert not maps
-
-
-@torch.no_grad()
-def test_autocast_runs_upstreams_forward(maps):
-    ours, upstreams = made()
-    images = torch.randn(1, 3, 32, 64)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(
-            ours(images).predicted_depth, upstreams(images).predicted_depth, atol=0.1, rtol=0.1
-        )
     assert not maps
 
 
@@ -187,11 +146,3 @@ def test_coverage_lists_it_and_restore_undoes_it(maps):
     assert type(ck.restore(ours).decoder) is type(upstream.glpn().decoder)
     ours(torch.randn(1, 3, 32, 64))
     assert not maps
-
-
-@torch.no_grad()
-def test_a_pickled_model_hands_over_too(maps):
-    ours, _ = made()
-    images = torch.randn(1, 3, 32, 64)
-    assert torch.equal(copy.deepcopy(ours)(images).predicted_depth, ours(images).predicted_depth)
-    assert len(maps) == 2

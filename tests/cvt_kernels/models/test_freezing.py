@@ -1,11 +1,10 @@
-"""Stages of a CvT, and layers of other models, that are served as one: accelerate(freeze=True)."""
+"""Stages of a CvT, and layers of other models, served as one: what they return, and for which calls."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 import cvt_kernels as ck
@@ -14,7 +13,7 @@ from cvt.factory import randomize
 from cvt_kernels import graphs
 from cvt_kernels.models import served as served_module
 from tests import microsoft_cvt
-from tests.checks import assert_accurate, not_built
+from tests.checks import assert_accurate
 from tests.cvt_kernels.models.served import (
     CVTS,
     LAYERED,
@@ -50,24 +49,14 @@ every_model = pytest.mark.parametrize("make", MODELS)
 # The same results ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [(64, 64), (45, 70)], ids=str)
+@pytest.mark.parametrize(("freeze", "size"), [(True, (64, 64)), (None, (45, 70))], ids=str)
 @every_model
-def test_results_are_as_accurate(make, size, served):
+def test_results_are_as_accurate(make, freeze, size, served):
     own, x = make().eval(), inputs(make, 3, *size)
     exact = logits(in_float64(copy.deepcopy(own))(x.double()))
-    out = logits(frozen(own)(x))
+    out = logits(ck.accelerate(copy.deepcopy(own), freeze=freeze)(x))
     assert len(served) == len(outermost_of(own))
     assert_accurate(out, logits(own(x)), exact)
-
-
-@every_model
-def test_a_composed_block_is_one_operator_on_a_cpu(make):
-    own, x = make().eval(), inputs(make)
-    exact = logits(in_float64(copy.deepcopy(own))(x.double()))
-    with noted_backends() as asked, ck.use_backend("composed", "cpu", "sdpa", "reference"):
-        out = logits(frozen(own)(x))
-    assert asked.count(("transformer_block", "composed")) == MODELS[make][1]
-    assert_accurate(out, logits(own(x)), exact, floor=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -144,11 +133,15 @@ def test_a_layer_returns_the_form_of_upstream(make):
     assert type(layer(tokens, 5, 6)) is type(same(tokens, height=5, width=6))
 
 
+@pytest.mark.parametrize("freeze", [True, False])
 @pytest.mark.parametrize("make", [pvt, pvt_v2, glpn])
-def test_attention_maps_come_from_the_layers_own_forward(make, served):
+def test_attention_maps_come_from_the_layers_own_forward(make, freeze, served):
     own, x = make(), inputs(make)
-    out, expected = (model(x, output_attentions=True) for model in (frozen(own), own))
+    model = ck.accelerate(copy.deepcopy(own), freeze=freeze)
+    with noted_backends() as asked:
+        out, expected = (each(x, output_attentions=True) for each in (model, own))
     assert not served
+    assert "attention" not in {operator for operator, _ in asked}
     maps, own_maps = tree_leaves(out.attentions), tree_leaves(expected.attentions)
     assert len(maps) == MODELS[make][1]
     assert all(relative(a, b) < 1e-5 for a, b in zip(maps, own_maps, strict=True))
@@ -168,16 +161,6 @@ def test_a_stage_of_a_pyramid_is_served_as_one(served):
     rows = {row.path: row.backends for row in ck.coverage(fused, x)}
     assert rows["pvt_v2.encoder.layers.1"].keys() == {"conv_embedding", "transformer_block", "layer_norm"}
     assert rows["pvt_v2.encoder.layers.1.blocks.0"] == {}
-
-
-@pytest.mark.skipif(not_built(), reason="there is no C++ compiler, hence no extension")
-def test_stages_of_pyramids_have_the_same_bits_on_any_number_of_threads():
-    fused, x, before = frozen(pvt_v2()), inputs(pvt_v2, 1, 96, 80), torch.get_num_threads()
-    try:
-        results = [(torch.set_num_threads(n), logits(fused(x)))[1] for n in (1, 2, 3)]
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(result, results[0]) for result in results)
 
 
 class Shifted(nn.LayerNorm):
@@ -243,128 +226,6 @@ def test_attention_that_was_asked_for_by_name(served):
     assert "'eager'" in rows_of_stages(fused)[0].reason
 
 
-# What is watched -------------------------------------------------------------------------------------------
-
-
-def scaled_forward(linear):
-    linear.forward = lambda x: nn.Linear.forward(linear, x) * 2
-
-
-def hook(module):
-    module.register_forward_hook(lambda *args: None)
-
-
-def of_class(module, name, base, home):
-    module.__class__ = type(name, (base,), {"__module__": home})
-
-
-def adapter(linear):
-    return nn.Sequential(linear, nn.Identity())
-
-
-#: Changes of the first block of the second stage of ours, each with the reason why its modules run.
-BLOCK_REASONS = [
-    (lambda b: hook(b.norm2), "blocks.0 is not as upstream has it: norm2 has forward hooks"),
-    (
-        lambda b: b.mlp.register_full_backward_hook(lambda *args: None),
-        "blocks.0 is not as upstream has it: mlp has backward hooks",
-    ),
-    (lambda b: scaled_forward(b.attn.proj_q), "blocks.0.attn.proj_q has a forward of its own"),
-    (lambda b: setattr(b.mlp, "fc1", adapter(b.mlp.fc1)), "a linear layer is not a plain nn.Linear"),
-    (lambda b: b.attn.conv_proj_v.bn.train(), "a module within it is in training mode"),
-    (
-        lambda b: setattr(b.attn.conv_proj_q.conv, "padding_mode", "reflect"),
-        "a convolution pads by 'reflect'",
-    ),
-    (lambda b: setattr(b, "norm1", nn.Identity()), "norm1 is a Identity, expected LayerNorm"),
-]
-#: The same of the first layer of a PVT v2.
-LAYER_REASONS = [
-    (lambda b: hook(b.mlp.dwconv), "mlp.dwconv has forward hooks"),
-    (lambda b: scaled_forward(b.attention.query), "attention.query has a forward of its own"),
-    (
-        lambda b: setattr(b.mlp, "dense1", adapter(b.mlp.dense1)),
-        "the first layer of the MLP is a Sequential, expected a plain nn.Linear or LinearInt8",
-    ),
-    (
-        lambda b: of_class(b.attention.query, "Linear", nn.Linear, "peft.tuners.lora.layer"),
-        "attention.query is a peft.tuners.lora.layer.Linear; merge_and_unload() of the model",
-    ),
-    (
-        lambda b: of_class(b.layer_norm_2, "LayerNorm", nn.LayerNorm, "apex"),
-        "layer_norm_2 is a apex.LayerNorm",
-    ),
-    (
-        lambda b: parametrize.register_parametrization(b.attention.value, "weight", nn.Identity()),
-        "attention.value is a ParametrizedLinear",
-    ),
-    (
-        lambda b: setattr(b.mlp, "intermediate_act_fn", nn.ReLU()),
-        "mlp.intermediate_act_fn is a ReLU",
-    ),
-    (
-        lambda b: setattr(b.attention.spatial_reduction, "stride", (1, 1)),
-        "the reduction has stride (1, 1)",
-    ),
-    (lambda b: b.mlp.dropout.train(), "a module within it is in training mode"),
-    (lambda b: setattr(b, "layer_norm_2", nn.Identity()), "layer_norm_2 is a Identity, expected LayerNorm"),
-    (
-        lambda b: setattr(b, "drop_path", nn.LayerNorm(16)),
-        "drop_path is a LayerNorm, which upstream does not have there",
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("make", "change", "reason"),
-    [*((ours, *case) for case in BLOCK_REASONS), *((pvt_v2, *case) for case in LAYER_REASONS)],
-    ids=[reason for _, reason in (*BLOCK_REASONS, *LAYER_REASONS)],
-)
-def test_where_modules_matter_they_run(make, change, reason, served):
-    own, x = make().eval(), images(4)
-    fused, i = frozen(own), 1 if make is ours else 0
-    fused(x)
-    served.clear()
-    for model in (own, fused):
-        change(stages_of(model)[i].get_submodule("blocks.0" if make is ours else ""))
-    out = logits(fused(x))
-    assert len(served) == len(outermost_of(own)) - 1
-    assert relative(out, logits(own(x))) < 1e-3  # a difference may decide what is rounded
-    row = rows_of_stages(fused)[i]
-    assert not row.fused
-    assert reason in row.reason
-
-
-@pytest.mark.parametrize("place", ["pos_drop", "blocks.0.attn.proj_drop", "blocks.0.drop_path"])
-@pytest.mark.parametrize("module", [nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU()], ids=repr)
-@pytest.mark.parametrize("make", [microsoft, ours])
-def test_work_in_another_place_is_done(make, module, place, served):
-    own, x = make().eval(), images()
-    fused = frozen(own)
-    fused(x)
-    served.clear()
-    for model in (own, fused):
-        stages_of(model)[1].set_submodule(place, copy.deepcopy(module))
-    assert relative(logits(fused(x)), logits(own(x))) < 1e-5
-    assert len(served) == 2
-    reason = f"{place} is a {type(module).__name__}, which upstream does not have there"
-    assert rows_of_stages(fused)[1].reason == reason
-
-
-@pytest.mark.parametrize("make", [ours, glpn])
-def test_hooks_on_a_stage_and_on_all_modules_fire(make, served):
-    fused, x, seen = frozen(make()), inputs(make), []
-    stages_of(fused)[1].register_forward_hook(lambda module, args, out: seen.append(module))
-    fused(x)
-    assert (len(served), len(seen)) == (MODELS[make][0], 1)
-    served.clear()
-    with nn.modules.module.register_module_forward_hook(lambda module, *rest: seen.append(module)):
-        fused(x)
-        assert "hook on all modules" in rows_of_stages(fused)[0].reason
-    assert not served
-    assert len(seen) > 50
-
-
 def test_a_segmenter_is_replayed_as_a_graph(monkeypatch):
     """The attentions have hooks, once hidden states were recorded."""
     monkeypatch.setattr(graphs, "_CudaCapture", FakeCapture)
@@ -379,25 +240,14 @@ def test_a_segmenter_is_replayed_as_a_graph(monkeypatch):
         assert torch.equal(logits(model(x)), logits(fused(x)))
     assert [tape.replays for tape in FakeCapture.tapes] == [4, 1]  # the result of one was dropped
     assert graphs.why_not_graphed(model, x) is None
-    hook(stages_of(model)[0].attention)
+    stages_of(model)[0].attention.register_forward_hook(lambda *args: None)
     assert graphs.why_not_graphed(model, x) == "a module of the model has forward hooks"
 
 
 # Not for training, and not for everything ------------------------------------------------------------------
 
 
-@every_model
-def test_it_refuses_to_train(make, served):
-    fused, x = ck.accelerate(frozen(make()), freeze=None), inputs(make)
-    fused.train()
-    with pytest.raises(RuntimeError, match=r"is frozen for serving and cannot train.*restore"):
-        fused(x)
-    assert {row.reason for row in rows_of_stages(fused)} == {"is in training mode"}
-    fused.eval()(x)
-    assert len(served) == len(outermost_of(fused))
-
-
-@pytest.mark.parametrize("make", [*CVTS, segformer])
+@pytest.mark.parametrize("make", [huggingface, microsoft, segformer])
 def test_gradients_are_those_of_the_blocks(make, served):
     own, x = make().eval(), inputs(make)
     fused = frozen(own)
@@ -414,11 +264,12 @@ def test_gradients_are_those_of_the_blocks(make, served):
     assert len(served) == len(outermost_of(own))
 
 
+@pytest.mark.parametrize("freeze", [None, True])
 @pytest.mark.parametrize("make", [huggingface, pvt_v2])
-def test_under_autocast_the_blocks_run(make, served):
+def test_under_autocast_the_blocks_run(make, freeze, served):
     own, x = make().eval(), inputs(make)
     with torch.autocast("cpu", torch.bfloat16):
-        out = logits(frozen(own)(x))
+        out = logits(ck.accelerate(copy.deepcopy(own), freeze=freeze)(x))
     assert not served
     assert relative(out.float(), logits(own(x))) < 0.1
 
@@ -470,7 +321,7 @@ def test_inference_mode_and_channels_that_come_last(make, served):
 def hooked():
     model = microsoft().eval()
     for stage in stages_of(model):
-        hook(stage.get_submodule("blocks.0.mlp.fc1"))
+        stage.get_submodule("blocks.0.mlp.fc1").register_forward_hook(lambda *args: None)
     return model
 
 
@@ -494,10 +345,6 @@ def test_what_cannot_be_frozen_is_refused_and_left_alone(make, message):
     with pytest.raises(ValueError, match=message):
         ck.accelerate(model, freeze=True)
     assert [type(module) for module in model.modules()] == classes
-
-
-def test_copies_of_state_that_is_no_dictionary_are_as_they_are():
-    assert served_module.without_number((1, 2)) == (1, 2)
 
 
 # Reports ---------------------------------------------------------------------------------------------------
@@ -524,7 +371,7 @@ def test_coverage_names_the_operators(make, of_embedding, composed):
     assert composed <= found.keys()
 
 
-@pytest.mark.parametrize("make", [huggingface, segformer, pvt_v2])
+@pytest.mark.parametrize("make", [huggingface, pvt_v2])
 def test_verify_compares_what_is_frozen(make, served):
     model = frozen(make())
     report = ck.verify(model, inputs(make), rounds=1)

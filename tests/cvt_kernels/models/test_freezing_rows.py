@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import pickle
 
 import pytest
 import torch
@@ -130,14 +129,6 @@ def test_keeping_all_is_the_same_as_no_pruning(chosen, served):
     assert len(served) == 4
 
 
-def test_layer_scale(chosen):
-    own = make(layer_scale=0.1)
-    x = images(2, 28, 36)
-    out = frozen(own)(x)
-    chosen.repeat(chosen.rows[:])
-    torch.testing.assert_close(own(x), out, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("backends", BACKENDS[1:], ids=lambda backends: backends[0])
 def test_quantized_layers(backends, chosen, served):
     own = make("entropy")
@@ -152,47 +143,6 @@ def test_quantized_layers(backends, chosen, served):
     chosen.repeat(chosen.rows[:])
     with ck.use_backend("reference"):
         assert decibels(own(x), out) > 25
-
-
-# What is watched ------------------------------------------------------------------------------------------
-
-
-def set_all(stage, name, value):
-    for block in stage.blocks:
-        setattr(block if name == "token_keep" else block.attn, name, value)
-
-
-CHANGES = [
-    lambda stage: setattr(stage.blocks[1], "token_keep", 0.3),
-    lambda stage: setattr(stage.blocks[0], "token_keep", "entropy"),
-    lambda stage: setattr(stage.blocks[0], "token_keep", 1.0),
-    lambda stage: set_all(stage, "token_keep", 1.0),
-    lambda stage: set_all(stage, "pool", "avg"),
-]
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_changed_settings_are_noticed(change, chosen, served):
-    own = make()
-    fused, x = frozen(own), images(2, 20, 20)
-    before = fused(x)
-    change(fused.stage1)
-    change(own.stage1)
-    out = fused(x)
-    assert len(served) == 4
-    assert not torch.equal(out, before)
-    torch.testing.assert_close(out, own(x), rtol=1e-4, atol=1e-5)
-
-
-def test_changed_bounds_are_noticed(chosen):
-    own = make("entropy", bounds=(0.2, 0.3))
-    fused, x = frozen(own), images(2, 20, 20)
-    fused(x)
-    fused.stage1.token_keep_bounds = (0.8, 0.9)
-    fused(x)
-    kept = [rows.shape[1] - 1 for rows in chosen.rows]
-    assert max(kept[:3]) < 9
-    assert kept[3] >= 20
 
 
 # Where it is served ---------------------------------------------------------------------------------------
@@ -223,15 +173,3 @@ def test_under_torch_compile_a_stage_is_one_operator(chosen, served):
     assert torch.equal(compiled(x), expected)
     assert len(served) == 4
     assert torch.equal(*chosen.rows)
-
-
-def test_copies_pickles_and_restored_models(served):
-    fused, x = frozen(make()), images(2, 20, 20)
-    out = fused(x)
-    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        served.clear()
-        assert torch.equal(other(x), out)
-        assert len(served) == 2
-    served.clear()
-    torch.testing.assert_close(ck.restore(fused)(x), out, rtol=1e-4, atol=1e-5)
-    assert not served

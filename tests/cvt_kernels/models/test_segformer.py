@@ -24,10 +24,6 @@ THREE_STAGES = {
 }
 
 
-def is_version_5():
-    return hasattr(segformer().segformer, "stages")
-
-
 def heads(**config):
     """Returns a decode head, its accelerated copy, and maps for both."""
     own = segformer(**THREE_STAGES | config).decode_head
@@ -105,25 +101,6 @@ def test_one_operator_serves_the_head(dtype):
         exact = copy.deepcopy(own).double()([each.double() for each in maps])
         assert_accurate(fused.to(dtype)(maps), own.to(dtype)(maps), exact)
     assert len(calls) == 1
-
-
-def test_the_operator_reads_what_changes():
-    own, fused, maps = heads()
-    with torch.inference_mode():
-        fused(maps)  # what is kept of it serves outside inference mode too
-    states = own.state_dict(), fused.state_dict()
-    with torch.no_grad():
-        for name, tensor in states[0].items():
-            if not tensor.is_floating_point():
-                continue
-            before = fused(maps)
-            for state in states:
-                state[name].mul_(1.5)
-            assert not torch.equal(fused(maps), before), name
-            assert relative(fused(maps), own(maps)) < 1e-5
-        for head in (own, fused):
-            head.batch_norm.eps = 0.5
-        assert relative(fused(maps), own(maps)) < 1e-5
 
 
 def watch_dropout(head):
@@ -207,19 +184,6 @@ def test_a_changed_head_is_left_to_itself(change, reason):
         assert torch.equal(fused(maps), own(maps))
 
 
-@pytest.mark.parametrize("name", ["batch_norm", "activation"])
-def test_a_watched_step_of_the_head_is_called(name):
-    own, fused, maps = heads()
-    kept = []
-    for head in (fused, own):
-        getattr(head, name).register_forward_hook(lambda m, args, out: kept.append(out))
-    with torch.no_grad():
-        assert relative(fused(maps), own(maps)) < 1e-5
-    actual, expected = kept
-    assert relative(actual, expected) < 1e-5
-    assert ck.coverage(fused)[0].fused
-
-
 @pytest.mark.filterwarnings("ignore:Reshape_last_stage is set to False:FutureWarning")
 @pytest.mark.parametrize("reshape_last_stage", [True, False])
 def test_classification_by_maps_or_tokens(reshape_last_stage):
@@ -234,37 +198,6 @@ def test_classification_by_maps_or_tokens(reshape_last_stage):
     assert actual.hidden_states[-1].shape == expected.hidden_states[-1].shape
     assert relative(actual.hidden_states[-1], expected.hidden_states[-1]) < 1e-5
     assert expected.hidden_states[-1].ndim == (4 if reshape_last_stage else 3)
-
-
-@pytest.mark.skipif("not is_version_5()", reason="this transformers has no attention by name for SegFormer")
-def test_attention_that_is_asked_for_is_left_to_the_block():
-    own, fused = pair(segformer)
-    calls = record_calls("attention")
-    for model in (own, fused):
-        model.set_attn_implementation("eager")
-    x = images(2, 70, 54)
-    with torch.no_grad():
-        expected, actual = (model(x, output_attentions=True) for model in (own, fused))
-    assert not calls
-    assert len(actual.attentions) == len(expected.attentions) == 3
-    for ours, theirs in zip(actual.attentions, expected.attentions, strict=True):
-        assert relative(ours, theirs) < 1e-5
-    reasons = {row.reason for row in ck.coverage(fused) if not row.fused}
-    assert reasons == {"attention is that of transformers' 'eager', expected 'sdpa'"}
-    fused.set_attn_implementation("sdpa")
-    with torch.no_grad():
-        assert relative(logits(fused(x)), logits(expected)) < 1e-5
-    assert len(calls) == 3
-
-
-@pytest.mark.skipif("not is_version_5()", reason="this transformers has no checkpointing for SegFormer")
-def test_gradient_checkpointing():
-    own, fused = pair(segformer, "train", drop_path=0.4)
-    for model in (own, fused):
-        # its name from transformers 5.24 on, which warns of the old one
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable()
-    assert_same_step(own, fused, images(2, 70, 54), 5e-5)
 
 
 def test_a_forward_that_transformers_wraps(monkeypatch):

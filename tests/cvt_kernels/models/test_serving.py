@@ -1,8 +1,7 @@
-"""accelerate() without settings: stages and layers as one in evaluation, the blocks elsewhere."""
+"""accelerate() without settings: what is examined, packed, traced and kept, and changes on a GPU."""
 
 import copy
 import gc
-import pickle
 import weakref
 
 import pytest
@@ -25,8 +24,6 @@ from tests.upstream import (
     segformer,
 )
 
-every_model = pytest.mark.parametrize("make", MODELS)
-
 
 def accelerated(make, **settings):
     return ck.accelerate(make().eval(), **settings)
@@ -35,74 +32,6 @@ def accelerated(make, **settings):
 def twin(model, **settings):
     """Returns an accelerated copy of a model with other settings."""
     return ck.accelerate(ck.restore(copy.deepcopy(model)), **settings)
-
-
-@every_model
-def test_in_evaluation_it_is_a_frozen_model(make, served):
-    model, x = accelerated(make), inputs(make)
-    with torch.no_grad():
-        out = logits(model(x))
-        assert len(served) == len(outermost_of(model))
-        assert torch.equal(out, logits(twin(model, freeze=True)(x)))
-        assert relative(out, logits(twin(model, freeze=False)(x))) < 1e-4
-
-
-@every_model
-def test_elsewhere_it_is_a_model_of_fused_blocks(make, served):
-    model, x = accelerated(make), inputs(make)
-    live = twin(model, freeze=False)
-    assert torch.equal(logits(model(x)), logits(live(x)))  # with gradients
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(logits(model(x)), logits(live(x)))
-    for each in (model, live):
-        each.train()
-        torch.manual_seed(3)
-    out, expected = logits(model(x)), logits(live(x))
-    if torch.equal(out, expected):  # where nothing is dropped
-        out.sum().backward()
-        expected.sum().backward()
-        for mine, other in zip(model.parameters(), live.parameters(), strict=True):
-            assert (mine.grad is None) == (other.grad is None)
-            assert mine.grad is None or torch.equal(mine.grad, other.grad)
-    assert served == []
-
-
-@every_model
-def test_it_trains_and_serves_in_turns(make, served):
-    model, x = accelerated(make), inputs(make)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
-    for turn in range(3):
-        with torch.no_grad():
-            out = logits(model.eval()(x))
-            assert len(served) == (turn + 1) * len(outermost_of(model))
-            torch.testing.assert_close(out, logits(ck.restore(copy.deepcopy(model))(x)), rtol=1e-3, atol=1e-4)
-        logits(model.train()(x)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("freeze", [None, True])
-@every_model
-def test_it_is_copied_pickled_restored_and_accelerated_again(make, freeze, served):
-    model, x = accelerated(make), inputs(make)
-    own = ck.restore(copy.deepcopy(model))
-    names = [type(module).__name__ for module in own.modules()]
-    ck.accelerate(model, freeze=freeze)
-    assert [type(module).__name__ for module in model.modules()] == names
-    assert all(row.fused for row in ck.coverage(model))
-    others = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), ck.accelerate(model, freeze=freeze)
-    with torch.no_grad():
-        expected = logits(model(x))
-        for other in (*others, copy.deepcopy(model)):
-            served.clear()
-            assert torch.equal(logits(other(x)), expected)
-            assert len(served) == len(outermost_of(model))
-            assert other.state_dict().keys() == own.state_dict().keys()
-        served.clear()
-        assert [type(m) for m in ck.restore(model).modules()] == [type(m) for m in make().modules()]
-        assert not any("cvt_kernels" in name for module in model.modules() for name in vars(module))
-        model.train()(x)
-    assert served == []
 
 
 @pytest.mark.parametrize("freeze", [False, None, True])
@@ -128,21 +57,6 @@ def test_coverage_has_a_row_for_a_stage_that_is_served_as_one():
     assert all("transformer_block" in rows[path].backends for path in paths)
     assert not {row.path for row in ck.coverage(model.train())} & set(paths)
     assert not {row.path for row in ck.coverage(twin(model.eval(), freeze=False))} & set(paths)
-
-
-@pytest.mark.slow
-def test_torch_compile_traces_the_blocks():
-    model, graphs = accelerated(microsoft), []
-
-    def noting(graph, inputs):
-        graphs.append([str(node.target) for node in graph.graph.nodes])
-        return graph.forward
-
-    compiled = torch.compile(model, fullgraph=True, backend=noting)
-    with torch.no_grad():
-        assert relative(logits(compiled(images())), logits(model(images()))) < 1e-5
-    assert not any("frozen" in name for names in graphs for name in names)
-    torch.compiler.reset()
 
 
 def test_nothing_is_packed_before_the_first_call_in_evaluation():

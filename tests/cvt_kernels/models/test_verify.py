@@ -119,19 +119,6 @@ def test_a_wrong_operator_is_found_in_evaluation_alone():
     assert report.failures[0].startswith("stage0.blocks.0, evaluation")
 
 
-def test_outputs_without_images_are_compared_whole():
-    inputs = {"pixel_values": images(4), "labels": torch.tensor([1, 2, 3, 4])}
-    report = ck.verify(huggingface(), inputs, rounds=1, evaluation_only=True)  # of which one is the loss
-    assert report.passed, str(report)
-
-
-def test_each_run_is_logged(caplog):
-    with caplog.at_level("INFO", "cvt_kernels"):
-        ck.verify(ours(), images(1), rounds=1, progress=False, evaluation_only=True)
-    messages = [each.getMessage() for each in caplog.records if each.getMessage().startswith("verify")]
-    assert [each.split(", ")[0] for each in messages] == [f"verify: run {i} of 7" for i in range(1, 8)]
-
-
 def test_the_report_names_the_parameter_and_what_to_do():
     """Its gradient is off; how large it is beside the model's largest one is said too."""
 
@@ -206,55 +193,6 @@ def test_the_tensor_with_the_largest_error_says_how_much_is_luck(few):
     error = verify_module._error(*place, [ours], [theirs])
     assert error.accelerated == 5 * torch.finfo(torch.float32).eps
     assert error.passed == few
-
-
-def test_a_segmenter_of_two_labels():
-    """Its classifier's gradient has 32 values, of sums over 1024 pixels, which differ in how PyTorch adds."""
-    import transformers
-
-    sizes = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1], "num_attention_heads": [1, 1, 2, 2]}
-    config = transformers.SegformerConfig(**sizes, decoder_hidden_size=16)
-    torch.manual_seed(3)
-    model = transformers.SegformerForSemanticSegmentation(config)
-    report = ck.verify(model, torch.randn(1, 3, 128, 128), rounds=1)
-    assert report.passed, str(report)
-
-
-@pytest.mark.parametrize("mode", ["evaluation", "training"])
-def test_only_what_had_a_large_error_runs_again(mode, monkeypatch):
-    """A single value of each attention is off by 10 units in the last place, in one run of one mode."""
-    model, calls, ran = microsoft(**RANDOM), itertools.count(), []
-    blocks = sum(row.class_name == "Block" for row in ck.coverage(model))
-    ours = range(blocks) if mode == "evaluation" else range(blocks, 2 * blocks)
-    run = verify_module._Run._forward
-    monkeypatch.setattr(
-        verify_module._Run,
-        "_forward",
-        lambda self, model: ran.append(model.training) or run(self, model),
-    )
-
-    def add_units(out):
-        off = torch.zeros_like(out)
-        off[0, 0, 0] = 10 * torch.finfo(out.dtype).eps * out.detach().abs().max()
-        return out + off if next(calls) in ours else out
-
-    spoil("attention", add_units)
-    report = ck.verify(model, images(), rounds=1)
-    assert report.passed, str(report)
-    assert report.runs == 9
-    # Three models for their errors, two with random numbers, two for their speed; then two eight times more.
-    # The accelerated one computes the forward in evaluation by its blocks and by its stages.
-    assert ran.count(True) == 3 + 2 + 2 * 2 + (2 * 8 if mode == "training" else 0)
-    assert ran.count(False) == 4 + 2 * 2 + (3 * 8 if mode == "evaluation" else 0)
-
-
-@pytest.mark.parametrize("disturbed", [False, True])
-def test_speeds_beside_other_programs_are_said_to_be_rough(disturbed, monkeypatch):
-    waited = itertools.count()
-    monkeypatch.setattr(clock, "waited_seconds", lambda: float(next(waited)) if disturbed else 0.0)
-    report = ck.verify(ours(), images(1), rounds=1)
-    assert (report.evaluation.is_disturbed, report.training.is_disturbed) == (disturbed, disturbed)
-    assert (clock.DISTURBED in str(report).splitlines()) == disturbed
 
 
 @pytest.mark.parametrize("autocast", [False, True])

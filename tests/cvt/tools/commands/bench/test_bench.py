@@ -19,7 +19,7 @@ from cvt.tools.commands.bench import results as result_files
 from cvt.tools.evaluation import cost
 from cvt_kernels import machine
 from cvt_kernels.tuning import clock
-from tests.checks import bad, not_built
+from tests.checks import bad
 from tests.upstream import KERNELS_FIRST
 
 BATCHES, ROUNDS = (1, 2), 4
@@ -212,13 +212,6 @@ def test_peak_of_memory_is_exact(tmp_path):
     assert facts_of(Allocating(), torch.zeros(1, 3, 1, 1), tmp_path)["peak_bytes"] == 4 * (1000 + 500) * 1000
 
 
-@pytest.mark.skipif(not_built(), reason="no compiler for the compiled extension")
-def test_memory_of_cpu_operators_is_seen():
-    x = torch.randn(1000, 384)
-    with ck.use_backend("cpu"):
-        assert 4 * x.numel() <= clock.peak_bytes(lambda: ck.layer_norm(x), x.device) < 4.4 * x.numel()
-
-
 class Engine(nn.Module):
     def forward(self, x):
         machine.load_extension().keep(1000)
@@ -287,16 +280,6 @@ def test_operations_and_product_of_a_run(results):
     assert line.endswith(f" GFLOP/s), at {per_image / 1e9:.2f} GFLOP per image.")
 
 
-def test_numbers_are_of_each_round_by_itself():
-    """So the machine's pace cancels."""
-    assert result_files.quartiles([5, 1, 4, 2, 3]) == (3, 2, 4)
-    assert result_files.quartiles([7]) == (7, 7, 7)
-    assert result_files.ratio([1, 2, 3, 10], [2, 4, 6, 20]) == (2, 2, 2)
-    batch = {"product": {"operations": 100, "seconds": [0.5, 1.0, 2.0]}, "operations": 60}
-    row = {"seconds": [1.0, 2.0, 4.0]}
-    assert contest.share_of_product(batch, row) == pytest.approx(60 / 200)
-
-
 # Table, picture and command -------------------------------------------------------------------------------
 
 
@@ -331,18 +314,6 @@ def test_summary(results):
     assert header.split()[:3] == ["batch", "model", "images/s"]
     assert len(table) == 2 * len(batches)
     assert memory.startswith("Process: ")
-
-
-def test_what_is_doubtful_is_said(results):
-    """A busy machine; on a GPU what a client waits has a column."""
-    batch = results["batches"][0]
-    rows = [{**row, "is_disturbed": True, "waits": [0.002, 0.003, 0.004]} for row in batch["rows"]]
-    lines = result_files.text({**results, "batches": [{**batch, "rows": rows}]}).splitlines()
-    assert f"{clock.DISTURBED.capitalize()}." in lines
-    assert results["config"]["weights"] in lines[1]
-    (header,) = [line for line in lines if line.startswith("batch 1")]
-    assert "waiting, ms" in header
-    assert all("3.00" in line for line in lines[lines.index(header) + 1 :][: len(rows)])
 
 
 def test_the_picture_has_a_bar_for_every_contender_between_its_rounds(results):

@@ -107,42 +107,6 @@ def test_a_process_that_does_not_answer(tmp_path, monkeypatch):
     worker.end()
 
 
-def test_on_a_gpu_steps_are_timed_by_events_and_by_the_clock(tmp_path, monkeypatch):
-    """Memory is the allocator's; the graph of a step is left out of its peak."""
-    steps, recorded = [], []
-
-    class Event:
-        def __init__(self, *, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            recorded.append(len(steps))
-
-        def elapsed_time(self, end):
-            return 3.0
-
-    runner = workers.Runner("accelerate-graphed", job_of(nn.Identity(), tmp_path))
-    runner._images, runner._model = PHOTOS, nn.Identity()
-    runner._job = runner._job._replace(device=torch.device("cuda"))
-    monkeypatch.setattr(workers.Runner, "_step", lambda self, batch: steps.append(len(batch)))
-    monkeypatch.setattr(workers.clock, "synchronize", lambda device: None)
-    monkeypatch.setattr(workers.clock, "peak_bytes", lambda function, device: function() or 7)
-    monkeypatch.setattr(workers.Job, "step", lambda self, run, batch: steps.append(run))
-    for name, stub in {
-        "Event": Event,
-        "empty_cache": lambda: None,
-        "memory_reserved": lambda device: 9,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, stub)
-    monkeypatch.setattr(workers, "_TURN", 1e-9)
-    turn = runner.turn(2)
-    assert turn.seconds == 0.003
-    assert 0 < turn.waits < 60
-    assert recorded == [1, 2, 2, 3, 3, 4, 4, 5, 5, 6]  # before and after each, with none between
-    assert runner.facts(2) == {"peak_bytes": 7, "resident_bytes": 9}
-    assert steps[-1] is not runner._model  # a copy without graphs
-
-
 # The contest ----------------------------------------------------------------------------------------------
 
 

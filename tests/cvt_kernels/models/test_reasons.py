@@ -1,0 +1,247 @@
+"""Why a block, a stage or a layer runs its own modules: what coverage says, and that they run.
+
+Each change of a module is made before and after ``accelerate``; what other changes there are is in
+tests/changes.py.
+"""
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+import cvt_kernels as ck
+from cvt_kernels.ops.linear_int8.modules import LinearInt8
+from tests.cvt_kernels.models.served import inputs
+from tests.upstream import glpn, huggingface, logits, microsoft, ours, pvt_v2, relative, segformer
+
+# Changes, each of a module; one that returns a module puts it in the place. -------------------------------
+
+
+def hook(module):
+    module.register_forward_hook(lambda module, args, out: 1.5 * out if torch.is_tensor(out) else None)
+
+
+def pre_hook(module):
+    module.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+
+def backward_hook(module):
+    module.register_full_backward_hook(lambda *args: None)
+
+
+def own_forward(module):
+    forward = module.forward
+    module.forward = lambda x: 3 * forward(x)
+
+
+def training(module):
+    module.train()
+
+
+def parametrized(module):
+    parametrize.register_parametrization(module, "weight", Doubling())
+
+
+def with_identity(module):
+    return nn.Sequential(module, nn.Identity())
+
+
+class Doubling(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+class Subclass(LinearInt8):
+    pass
+
+
+def by(make):
+    """Returns a change that puts a module that is made so in the place."""
+    return lambda module: make()
+
+
+def setting(name, value):
+    """Returns a change of an attribute."""
+    return lambda module: setattr(module, name, value)
+
+
+def of_class(name, base, home):
+    """Returns a change that gives a module a class of somebody else's."""
+    return lambda module: setattr(module, "__class__", type(name, (base,), {"__module__": home}))
+
+
+def with_bias(conv):
+    return nn.Conv2d(conv.in_channels, conv.in_channels, 3, 2, 1, groups=conv.groups)
+
+
+def wider(conv):
+    return nn.Conv2d(conv.in_channels, conv.in_channels, 5, 1, 2, groups=conv.groups)
+
+
+def overlapping(conv):
+    return nn.Conv2d(conv.in_channels, conv.in_channels, 2, 1)
+
+
+# What is changed ------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """A change of the module ``path`` within ``row``, and the reason that coverage has for the row."""
+
+    make: Any
+    row: str
+    path: str
+    change: Any
+    reason: str
+    is_frozen: bool = False
+    is_quantized: bool = False
+
+
+def _projection(make):
+    """Returns row, and the paths of a projection, its parts, a norm and an activation of a block."""
+    if make is huggingface:
+        row, names = "cvt.encoder.stages.1.layers.0", ("convolution", "normalization")
+        projection = "attention.attention.convolution_projection_key.convolution_projection"
+        others = "layernorm_after", "intermediate.activation"
+    else:
+        row, projection, names = "stage1.blocks.0", "attn.conv_proj_k", ("conv", "bn")
+        others = "norm2", "mlp.act"
+    return row, (projection, *(f"{projection}.{name}" for name in names), *others)
+
+
+def _live_cvt():
+    for make in (huggingface, microsoft):
+        row, paths = _projection(make)
+        _, conv, bn, norm, act = paths
+        yield from (Case(make, row, path, hook, f"{path} has forward hooks") for path in paths)
+        for path, change, reason in (
+            (conv, pre_hook, "has forward hooks"),
+            (bn, backward_hook, "has backward hooks"),
+            (conv, parametrized, "is a ParametrizedConv2d, expected Conv2d"),
+            (conv, with_bias, "a convolution has a bias"),
+            (bn, by(Doubling), "is a Doubling, expected BatchNorm2d or SyncBatchNorm"),
+            (norm, by(Doubling), "is a Doubling, expected LayerNorm"),
+            (act, by(nn.SiLU), "is a SiLU, expected GELU"),
+            (bn, own_forward, "has a forward of its own"),
+        ):
+            yield Case(make, row, path, change, reason)
+
+
+_FIRST_LAYERS = {
+    segformer: ("segformer.stages.0.blocks.0", "mlp.activation_fn", "layernorm_before"),
+    pvt_v2: ("pvt_v2.encoder.layers.0.blocks.0", "mlp.intermediate_act_fn", "layer_norm_1"),
+    glpn: ("glpn.encoder.block.0.0", "mlp.intermediate_act_fn", "layer_norm_1"),
+}
+_REDUCTIONS = {segformer: "attention.spatial_reduction.conv", pvt_v2: "attention.spatial_reduction"}
+_REDUCTIONS[glpn] = "attention.self.sr"
+
+
+def _live_pyramids():
+    for make, (row, act, norm) in _FIRST_LAYERS.items():
+        for path, change, reason in (
+            (act, setting("act", torch.relu), "the function of GELUActivation has been replaced"),
+            (norm, setting("eps", 0.0), "LayerNorm has eps = 0, expected more than 0"),
+            (act, by(nn.ReLU), "is a ReLU, expected GELU or "),
+            ("mlp.dwconv.dwconv", wider, "the convolution is not one of 3×3"),
+            (
+                _REDUCTIONS[make],
+                overlapping,
+                "the reduction has stride (1, 1), expected its kernel size, (2, 2)",
+            ),
+        ):
+            yield Case(make, row, path, change, reason)
+
+
+_PEFT = "is a peft.tuners.lora.layer.Linear; merge_and_unload() of the model"
+#: Of the second stage of ours, and of the first layer of a PVT v2.
+_OF_STAGE = [
+    ("blocks.0.norm2", hook, "blocks.0 is not as upstream has it: norm2 has forward hooks"),
+    ("blocks.0.mlp", backward_hook, "blocks.0 is not as upstream has it: mlp has backward hooks"),
+    ("blocks.0.attn.proj_q", own_forward, "blocks.0.attn.proj_q has a forward of its own"),
+    ("blocks.0.mlp.fc1", with_identity, "a linear layer is not a plain nn.Linear"),
+    ("blocks.0.attn.conv_proj_v.bn", training, "a module within it is in training mode"),
+    (
+        "blocks.0.attn.conv_proj_q.conv",
+        setting("padding_mode", "reflect"),
+        "a convolution pads by 'reflect'",
+    ),
+    ("blocks.0.norm1", by(nn.Identity), "norm1 is a Identity, expected LayerNorm"),
+    *(
+        (place, by(make), f"{place} is a {name}, which upstream does not have there")
+        for place in ("pos_drop", "blocks.0.attn.proj_drop", "blocks.0.drop_path")
+        for name, make in (
+            ("Linear", lambda: nn.Linear(32, 32)),
+            ("LayerNorm", lambda: nn.LayerNorm(32)),
+            ("GELU", nn.GELU),
+            ("LinearInt8", lambda: LinearInt8.from_float(nn.Linear(32, 32))),
+        )
+    ),
+]
+_OF_LAYER = [
+    ("mlp.dwconv", hook, "mlp.dwconv has forward hooks"),
+    ("attention.query", own_forward, "attention.query has a forward of its own"),
+    (
+        "mlp.dense1",
+        with_identity,
+        "the first layer of the MLP is a Sequential, expected a plain nn.Linear or LinearInt8",
+    ),
+    ("attention.query", of_class("Linear", nn.Linear, "peft.tuners.lora.layer"), f"attention.query {_PEFT}"),
+    ("layer_norm_2", of_class("LayerNorm", nn.LayerNorm, "apex"), "layer_norm_2 is a apex.LayerNorm"),
+    ("attention.value", parametrized, "attention.value is a ParametrizedLinear"),
+    ("mlp.intermediate_act_fn", by(nn.ReLU), "mlp.intermediate_act_fn is a ReLU"),
+    ("attention.spatial_reduction", setting("stride", (1, 1)), "the reduction has stride (1, 1)"),
+    ("mlp.dropout", training, "a module within it is in training mode"),
+    ("layer_norm_2", by(nn.Identity), "layer_norm_2 is a Identity, expected LayerNorm"),
+    (
+        "drop_path",
+        by(lambda: nn.LayerNorm(16)),
+        "drop_path is a LayerNorm, which upstream does not have there",
+    ),
+]
+_QUANTIZED = [
+    ("blocks.0.mlp.fc1", hook, "blocks.0.mlp.fc1 has forward hooks"),
+    ("blocks.0.mlp.fc1", setting("__class__", Subclass), "blocks.0.mlp.fc1 is a Subclass"),
+]
+CASES = [
+    *_live_cvt(),
+    *_live_pyramids(),
+    *(Case(ours, "stage1", *case, is_frozen=True) for case in _OF_STAGE),
+    *(Case(pvt_v2, _FIRST_LAYERS[pvt_v2][0], *case, is_frozen=True) for case in _OF_LAYER),
+    *(Case(ours, "stage1", *case, is_frozen=True, is_quantized=True) for case in _QUANTIZED),
+]
+
+
+def changed(model, case):
+    """Makes the change, with the same weights each time for a module that has some; returns the model."""
+    path = f"{case.row}.{case.path}"
+    torch.manual_seed(0)
+    made = case.change(model.get_submodule(path))
+    if isinstance(made, nn.Module):
+        model.set_submodule(path, made.eval())
+    return model
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.make.__name__}-{case.path}-{case.reason}")
+def test_modules_run_and_coverage_says_why(case, served):
+    own, x = case.make().eval(), inputs(case.make, 4)
+    if case.is_quantized:
+        ck.quantize(own)
+    later = ck.accelerate(copy.deepcopy(own), freeze=case.is_frozen)
+    later(x)
+    plain = changed(own, case)
+    models = [changed(later, case)]
+    if not case.is_frozen:
+        models.append(ck.accelerate(copy.deepcopy(plain), freeze=False))
+    expected = logits(plain(x))
+    for model in models:
+        served.clear()
+        # A difference may decide what is rounded.
+        assert relative(logits(model(x)), expected) < (0.1 if case.is_quantized else 1e-3)
+        rows = {row.path: row for row in ck.coverage(model)}
+        assert not rows[case.row].fused
+        assert case.reason in rows[case.row].reason
+        assert model.get_submodule(case.row) not in [args[0] for args in served]
