@@ -166,16 +166,6 @@ def test_a_build_that_fails_is_tried_without_cuda(tmp_path, monkeypatch):
     assert statuses == {"built": "failed", "without_cuda": "passed", "tests": "passed"}
 
 
-def test_the_commit_is_known_without_git(monkeypatch, tmp_path):
-    monkeypatch.delenv("CVT_KERNELS_COMMIT", raising=False)
-    assert re.fullmatch("[0-9a-f]{40}|", run.commit())
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert run.commit() == ""
-    monkeypatch.setenv("CVT_KERNELS_COMMIT", "of the environment")
-    assert run.commit() == "of the environment"
-    assert run.driver() is None  # nor nvidia-smi
-
-
 # Archives -------------------------------------------------------------------------------------------------
 
 

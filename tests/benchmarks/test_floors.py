@@ -50,37 +50,6 @@ def test_work_of_the_projection_and_of_attention():
     assert works_of("attention", 3, dtype=torch.float32)[0].flops == 0  # without tensor cores
 
 
-def test_work_of_the_reduction_and_of_the_segmentation_head():
-    stage = launches.stages_of("segformer_b0", 512)[0]
-    pixels = 256 * 128**2
-    reduction, by_packed_weight = works_of("token_reduction", stage)
-    assert reduction == by_packed_weight
-    assert reduction.bytes == 2 * 32 * (pixels + pixels // 64 + 32 * 64)
-    assert reduction.flops == 2 * pixels * 32 * 32
-    (head,) = works_of("segmentation_head", stage)
-    maps = pixels // 4 + pixels // 16 + pixels // 64
-    assert head.bytes == 2 * (pixels * (32 + 150) + 256 * (maps + 32 + 150))
-    assert head.flops == 2 * pixels * 256 * (32 + 150)
-
-
-def test_work_of_depthwise_conv_gelu():
-    """A unit is read and one is written; the backward reads two and writes one, and then as the forward."""
-    stage = launches.stages_of("pvt_v2_b2", 224)[0]
-    own, backward, _, dx = launches_of("depthwise_conv_gelu", stage, training=True)
-    unit = 256 * 56 * 56 * 512
-    for launch, units in ((own, 2), (backward, 3), (dx, 2)):
-        partial = launch.arguments.get("partial_ptr")
-        sums = 0 if partial is None else partial.numel() * 4
-        assert floors.work_of(launch).bytes == 2 * units * unit + sums
-
-
-def test_work_of_8_bit_numbers():
-    """A byte per number and a scale per row."""
-    for operator, width in (("quantize_rows", 384), ("layer_norm_quantize", 384), ("gelu_quantize", 1536)):
-        (described,) = works_of(operator, 3)
-        assert described == floors.Work(3 * ROWS * width + 4 * ROWS)
-
-
 def test_launches_of_a_forward():
     noted = forwards.forward_launches()
     assert len(noted) <= 90

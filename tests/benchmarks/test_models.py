@@ -1,9 +1,5 @@
 """The suites of models: their cases, what fails and what is skipped, and seconds measured by others."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -155,20 +151,3 @@ def test_a_contender_that_cannot_run_is_skipped_with_the_reason(key, why_not, re
         monkeypatch.setattr(models, "TINY", models.TINY._replace(build=lambda: subject))
     with pytest.raises(pytest.skip.Exception, match=why_not):
         reported(key)
-
-
-@pytest.mark.rest
-def test_the_json_of_pytest_benchmark_has_the_seconds_of_the_processes(tmp_path):
-    path = tmp_path / "a.json"
-    command = [sys.executable, "-m", "pytest", "benchmarks/test_models.py", "-q", "-p", "no:cacheprovider"]
-    command += ["--tiny", "--benchmark-only", "-k", "eager or frozen", f"--benchmark-json={path}"]
-    settings = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    settings |= {"XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(path.read_text())["benchmarks"]
-    assert [row["name"].partition("-2-")[2] for row in rows] == ["eager]", "cvt-frozen]"]
-    for row in rows:
-        rate = row["extra_info"]["images_per_second"]
-        assert 2 / row["stats"]["median"] == pytest.approx(rate, rel=1e-6)
-        assert rate < 1e4  # a process took the time, no function that returns at once

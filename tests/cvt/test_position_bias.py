@@ -10,7 +10,6 @@ from torch.nn import functional as F
 import cvt_kernels as ck
 from cvt import CvT, create_model
 from cvt.checkpoints import CheckpointError, load_checkpoint
-from cvt.tools.explanation import explain
 from cvt_kernels.reference import resize_table
 from tests.checks import not_built
 from tests.cvt.models import SMALL, equal, small
@@ -131,20 +130,6 @@ def test_exports_and_traces():
     for program in (torch.export.export(model, (IMAGES,)).module(), traced):
         torch.testing.assert_close(program(IMAGES), model(IMAGES))
     torch.testing.assert_close(traced(IMAGES[:1]), model(IMAGES[:1]))
-
-
-@torch.no_grad()
-def test_explain_looks_at_the_probabilities_with_the_bias():
-    model = biased()
-    seen = []
-    attention = model.stage2.blocks[-1].attn
-    handle = attention.attn_drop.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
-    model(IMAGES)
-    handle.remove()
-    shown = explain(model, IMAGES)
-    torch.testing.assert_close(shown.attention.flatten(2), seen[0][:, :, 0, 1:])
-    expected = torch.special.entr(seen[0]).sum(-1).mean(-1)
-    torch.testing.assert_close(shown.blocks[-1].entropy, expected)
 
 
 @torch.no_grad()

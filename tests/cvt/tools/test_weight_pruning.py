@@ -10,7 +10,6 @@ from torch.nn import functional as F
 import cvt_kernels as ck
 from cvt import create_model, prune_weights, save_huggingface
 from cvt.huggingface import Preprocessing
-from cvt.tools import weight_pruning
 from cvt.tools.weight_pruning import hidden_units, pruned_config
 from tests.checks import assert_accurate
 from tests.cvt.models import SMALL, equal, small
@@ -78,13 +77,6 @@ def test_it_computes_the_whole_model_without_some_columns(overrides):
     numbers = [1, 2, 2, 3, 3, 3] if not heads else [1, 1, 1, 2, 2, 2]
     assert [block.attn.num_heads for block in blocks(smaller)] == numbers
     assert [block.attn.scale for block in blocks(smaller)] == [block.attn.scale for block in blocks(model)]
-
-
-def test_heads_of_a_model_that_drops_tokens():
-    model = small(token_keep=0.5).eval()
-    smaller = prune_weights(model, mlp=0.5, heads=0.5, batches=[labeled(1, 2)])
-    assert smaller.config.token_keep == 0.5
-    assert smaller(labeled(2, 2)[0]).isfinite().all()
 
 
 # The choice -----------------------------------------------------------------------------------------------
@@ -183,12 +175,6 @@ def test_numbers_of_hidden_units(units, fraction, rest):
     assert hidden_units(pruned_config(config, mlp=fraction))[0] == rest
 
 
-def test_every_number_of_hidden_units_can_be_told():
-    for dim in range(1, 100):
-        for hidden in range(1, 4 * dim):
-            assert int(dim * weight_pruning._ratio(dim, hidden)) == hidden
-
-
 def test_numbers_of_heads():
     config = pruned_config(create_model("cvt_13").config, heads=0.34)
     assert (config.num_heads, config.head_dim, config.mlp_ratio) == ((1, 2, 4), (64, 64, 64), (4.0,) * 3)
@@ -239,16 +225,6 @@ def test_frozen_stages_whose_heads_do_not_fill_them(backend):
         rows = ck.coverage(frozen, images)
     served = [row.backends["transformer_block"] for row in rows if row.class_name == "Stage"]
     assert served == [backend] * 3
-
-
-def test_quantized_models():
-    pruned = prune_weights(small().eval(), mlp=0.25, heads=0.5)
-    images = labeled(1, 2)[0]
-    exact = pruned(images)
-    ck.quantize(pruned)
-    assert (pruned(images) - exact).norm() < 0.05 * exact.norm()
-    with pytest.raises(ValueError, match=r"model: is quantized \(stage0\.blocks\.0\..*prune first"):
-        prune_weights(pruned, mlp=0.5)
 
 
 # Bad input ------------------------------------------------------------------------------------------------

@@ -134,17 +134,6 @@ def test_exported_programs_hold_pytorchs_own(make, strict):
             assert relative(program.module()(images(5)), own(images(5))) < 1e-5
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("make", [huggingface, microsoft])
-def test_symbolic_traces(make):
-    for model, own in models(make, make()):
-        graph = torch.fx.symbolic_trace(copy.deepcopy(own)).graph
-        traced = torch.fx.symbolic_trace(model)
-        assert [node.op for node in traced.graph.nodes] == [node.op for node in graph.nodes]
-        with ck.use_backend("sdpa", "reference"):
-            assert relative(traced(images()), own(images())) < 1e-5
-
-
 class Leaves(torch.fx.Tracer):
     """A tracer that calls layers, which look at the sizes of their inputs."""
 

@@ -174,15 +174,6 @@ def test_stages_are_the_models(model, size):
     assert launches.stages(model, size) == launches.stages_of(model, size or own) == expected
 
 
-def test_stages_of_pyramids():
-    grids = [[stage.grid for stage in launches.stages_of(model, 225)] for model in launches.PYRAMIDS]
-    assert grids == [[(57, 57), (29, 29), (15, 15), (8, 8)]] * 3
-    segformer = launches.stages_of("segformer_b0", launches.image_size_of("segformer_b0"))
-    assert [(stage.grid[0], stage.channels) for stage in segformer] == [
-        (128, 128), (64, 256), (32, 640), (16, 1024)
-    ]  # fmt: skip
-
-
 # Blocks of a multiprocessor as cuda_occupancy.h of CUDA 13.0 computes them: bound by registers, shared
 # memory, threads, the number of blocks, tensor memory, and what does not fit at all.
 @pytest.mark.parametrize(

@@ -12,12 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from cvt import create_model
 from cvt.tools import commands
 from cvt.tools.commands import COMMANDS, main, paths
-from cvt.tools.datasets import save_digits
 from cvt_kernels import backends
-from cvt_kernels.tuning import clock
 from tests.checks import Terminal
 from tests.cvt.tools.commands.test_refusals import parsers
 from tests.processes import run_python
@@ -196,49 +193,4 @@ def test_bars_are_drawn_on_a_terminal_and_wiped_away(words, titles, capsys, tmp_
     assert capsys.readouterr().out.endswith("\n")
 
 
-@pytest.mark.parametrize("words", ["evaluate --data digits", f"prune --mlp 0.25 {_NEW}"])
-def test_a_speed_beside_other_programs_is_said_to_be_rough(words, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(clock.Times, "is_disturbed", True)
-    assert main([*words.split(), *_DIGITS.split(), "--json", "figures.json"]) == 0
-    assert capsys.readouterr().err == f"cvt {words.split()[0]}: {clock.DISTURBED}\n"
-    content = json.loads(Path("figures.json").read_text())
-    figures = [content["before"], content["after"]] if "after" in content else [content]
-    assert all(each["is_disturbed"] for each in figures)
-
-
 # Files of other commands ----------------------------------------------------------------------------------
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize(
-    "words",
-    [
-        f"prune {_DIGITS} --calibrate digits --mlp 0.25 --heads 0.5",
-        f"quantize {_DIGITS} --calibrate digits --images 20",
-    ],
-)
-def test_the_other_commands_take_a_smaller_model(words, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    seven = str(save_digits("images")[7])
-    assert main([*words.split(), "--output", "small.safetensors", "--json", "small.json"]) == 0
-    after = json.loads(Path("small.json").read_text())["after"]
-    capsys.readouterr()
-    options = ["--checkpoint", "small.safetensors"]
-    assert main(["evaluate", "--data", "digits", *options]) == 0
-    assert ["loss", f"{after['loss']:.4f}"] in [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert main(["explain", seven, *options, "--output", "explained"]) == 0
-    explained = json.loads(Path("explained/explain.json").read_text())
-    assert explained["photos"][0]["classes"][0]["label"] == "7"
-    if words.startswith("prune"):
-        assert after["heads"] == [1, 1]
-        more = ["--calibrate", "digits", "--images", "4", "--output", "quantized.safetensors"]
-        assert main(["quantize", *options, *more]) == 0
-        training = ["--data", "digits", "--epochs", "1", "--lr", "1e-3", "--output", "run"]
-        assert main(["train", *options, *training]) == 0
-        assert create_model(checkpoint="run").config.head_dim == (32, 32)
-    else:
-        onnx = pytest.importorskip("onnx")
-        assert main(["export", *options, "--format", "onnx", "--output", "small.onnx"]) == 0
-        kinds = [node.op_type for node in onnx.load("small.onnx").graph.node]
-        assert (kinds.count("QuantizeLinear"), kinds.count("DequantizeLinear")) == (18, 36)

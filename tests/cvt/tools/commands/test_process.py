@@ -10,14 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-import cvt_kernels as ck
 from cvt import create_model
 from cvt.card import ModelCard
 from cvt.checkpoints import Checkpoint, save_safetensors
 from cvt.factory import randomize
 from cvt.tools.commands import evaluate, main
 from cvt.tools.commands.process import temporary_files_together
-from cvt.tools.explanation import class_title
 from cvt.tools.training.recipe import MODELS
 from cvt_kernels.messages import printable
 from cvt_kernels.tuning import choices
@@ -185,14 +183,6 @@ def test_names_of_files_and_classes_command_no_terminal(capsys, photo, hostile, 
         assert out.count(r"\x1b[31mred\x07\u202e\n") == {"classify": 5, "evaluate": 20}.get(arguments[0], 0)
 
 
-def test_tables_of_modules_with_hostile_names_command_no_terminal():
-    model = create_model(MODELS["cvt_nano"], num_classes=10)
-    block = model.stage0.blocks[0]
-    block.__class__ = type("\x1b[31mBlock", (type(block),), {})
-    assert r"\x1b[31mBlock" in str(ck.coverage(model))
-    assert "\x1b" not in str(ck.coverage(model))
-
-
 def test_doctor_with_a_hostile_name(capsys, monkeypatch, tmp_path):
     choices.remember(torch.device("cpu"), {"a cache key": choices.Entry("cpu", {})})
     path = choices.path(torch.device("cpu")).rename(tmp_path / "\x1b[31m.json")
@@ -202,7 +192,3 @@ def test_doctor_with_a_hostile_name(capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out
     assert r"\x1b[31m.json" in out
     assert "\x1b" not in out
-
-
-def test_titles_of_pictures_have_escapes():
-    assert class_title(3, LABEL.strip("\u202e"), 0.5) == r"50.0%  \x1b[31mred\x07 (class 3)"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cvt import PRESETS
-from cvt.tools.commands import main, pyramids, tune
+from cvt.tools.commands import main, tune
 from cvt_kernels import backends
 from cvt_kernels.tuning import choices, run, worker
 from cvt_kernels.tuning.key import machine_key
@@ -114,17 +114,6 @@ def test_it_replaces_what_is_remembered_and_shows_a_bar(gelu_alone, monkeypatch)
     assert len(choices.entries(CPU)[key].measurements) > 1
     assert "tune:   0%|" in sys.stderr.getvalue()
     assert not sys.stderr.getvalue().split("\r")[-1].strip()
-
-
-@pytest.mark.slow
-def test_tunes_a_model_of_transformers(monkeypatch, tmp_path):
-    known, report = pyramids.PYRAMIDS["segformer_b0"], tmp_path / "report.json"
-    small = known._replace(sizes={**known.sizes, "depths": [1, 1, 1, 1]})
-    monkeypatch.setitem(pyramids.PYRAMIDS, "segformer_b0", small)
-    options = ["--model", "segformer_b0", "--image-size", "64", "--json", str(report)]
-    assert main([*SMALL, *options]) == 0
-    rows = json.loads(report.read_text())["calls"]
-    assert any(row["cache_key"].startswith("segmentation_head, forward, float32, 1+ im") for row in rows)
 
 
 def test_settings_that_keep_the_choices_from_serving_are_said(gelu_alone, monkeypatch, tmp_path, capsys):

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import statistics
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +13,9 @@ from torch import nn
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.tools import commands as cli
-from cvt.tools.commands.bench import contenders, contest, plots, workers
+from cvt.tools.commands.bench import contenders, contest, workers
 from cvt.tools.commands.bench import results as result_files
 from cvt.tools.evaluation import cost
-from cvt_kernels import machine
 from cvt_kernels.tuning import clock
 from tests.checks import bad
 from tests.upstream import KERNELS_FIRST
@@ -119,36 +117,6 @@ def test_why_a_contender_cannot_run(key, device, train, why_not):
     assert contenders.CONTENDERS[key].why_not(torch.device(device), train=train) == why_not
 
 
-@pytest.mark.parametrize(
-    ("key", "batch_size", "device", "train", "mode"),
-    [
-        ("compile", 32, "cuda", False, "reduce-overhead"),
-        ("compile", 64, "cuda", False, None),
-        ("accelerate-compile", 1, "cuda", True, None),
-        ("compile", 1, "cpu", False, None),
-        ("compile-max", 256, "cuda", False, "max-autotune"),
-    ],
-)
-def test_torch_compile_in_its_best_mode(key, batch_size, device, train, mode):
-    found = contenders.mode_of(contenders.CONTENDERS[key], batch_size, torch.device(device), train=train)
-    assert found == mode
-
-
-@pytest.mark.parametrize(
-    "key", ["accelerate-float8-graphed", "accelerate-int8-graphed", "accelerate-live-graphed"]
-)
-def test_a_contender_is_made_of_what_its_record_says(key, monkeypatch):
-    calls = []
-    for name in ("quantize", "accelerate", "graphed"):
-        monkeypatch.setattr(
-            contenders, name, lambda model, name=name, **options: calls.append((name, options)) or model
-        )
-    contenders.made(contenders.CONTENDERS[key], nn.Identity())
-    kind = {"accelerate-float8-graphed": torch.float8_e4m3fn, "accelerate-int8-graphed": torch.int8}.get(key)
-    quantized = [] if kind is None else [("quantize", {"dtype": kind})]
-    assert calls == [*quantized, ("accelerate", {"freeze": kind is not None}), ("graphed", {})]
-
-
 def test_help_lists_every_contender(capsys):
     with pytest.raises(SystemExit):
         cli.main(["bench", "--help"])
@@ -210,27 +178,6 @@ def facts_of(model, images, tmp_path):
 
 def test_peak_of_memory_is_exact(tmp_path):
     assert facts_of(Allocating(), torch.zeros(1, 3, 1, 1), tmp_path)["peak_bytes"] == 4 * (1000 + 500) * 1000
-
-
-class Engine(nn.Module):
-    def forward(self, x):
-        machine.load_extension().keep(1000)
-        return x + x
-
-
-def test_workspace_of_the_extension_counts_as_memory(monkeypatch, tmp_path):
-    """A contender's own counts; what others left is given back before."""
-    kept = [7]
-    extension = SimpleNamespace(
-        workspace_bytes=lambda: sum(kept), release_workspace=kept.clear, keep=kept.append
-    )
-    monkeypatch.setattr(machine, "why_extension_unavailable", lambda device_type: None)
-    monkeypatch.setattr(machine, "load_extension", lambda: extension)
-    images = torch.zeros(1, 3, 20, 20)
-    assert facts_of(Engine(), images, tmp_path)["peak_bytes"] == images.nbytes + 1000
-    monkeypatch.setattr(machine, "load_extension", SimpleNamespace)  # one that keeps nothing
-    workers.of_extension("release_workspace")
-    assert workers.of_extension("workspace_bytes") is None
 
 
 @pytest.mark.usefixtures("small")
@@ -314,17 +261,6 @@ def test_summary(results):
     assert header.split()[:3] == ["batch", "model", "images/s"]
     assert len(table) == 2 * len(batches)
     assert memory.startswith("Process: ")
-
-
-def test_the_picture_has_a_bar_for_every_contender_between_its_rounds(results):
-    figure = plots.throughput(results)
-    for axes, batch in zip(figure.axes, results["batches"], strict=True):
-        bars, *_ = [each for each in axes.containers if hasattr(each, "datavalues")]
-        rates = [sorted(batch["batch_size"] / s for s in row["seconds"]) for row in batch["rows"]]
-        assert [rate[0] <= width <= rate[-1] for rate, width in zip(rates, bars.datavalues, strict=True)]
-        assert [label.get_text() for label in axes.get_yticklabels()] == [
-            r["contender"] for r in batch["rows"]
-        ]
 
 
 def test_command(results, tmp_path, capsys, monkeypatch):

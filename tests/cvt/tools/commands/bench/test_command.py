@@ -6,11 +6,8 @@ import re
 import pytest
 import torch
 
-from cvt import PRESETS, create_model
-from cvt.card import ModelCard
-from cvt.factory import randomize
+from cvt import PRESETS
 from cvt.tools.commands import main
-from cvt.tools.training.recipe import MODELS
 from cvt_kernels.tuning import clock
 
 #: What is measured without being asked for, besides Hugging Face's model.
@@ -38,17 +35,3 @@ def test_bench_compares_on_real_photographs(capsys):
         assert float(told["images/s"]) == pytest.approx(1e3 / float(told["ms"]), rel=0.01)
         assert float(told["max |Δ logit|"]) <= float(told["allowed"]) < 1e-4
         assert told["top-5 agreement"] == "10/10"
-
-
-@pytest.mark.rest
-def test_bench_of_a_trained_model(capsys, tmp_path, photos):
-    model = create_model(MODELS["cvt_nano"], num_classes=10)
-    randomize(model)
-    card = ModelCard(model.config, [str(i) for i in range(10)], 16, 1.0)
-    path = tmp_path / "digits.pth"
-    torch.save({"state_dict": model.state_dict(), "card": card.to_dict()}, path)
-    arguments = ["bench", "--checkpoint", str(path), "--images", photos[0], "--batch-size", "1"]
-    assert main([*arguments, "--rounds", "1", "--image-size", "32"]) == 0
-    out, _ = capsys.readouterr()
-    assert f"\na CvT of cvt train, {path}, 1 photographs of 32×32, float32" in out
-    assert out.count(" 5/5") == 5

@@ -224,26 +224,6 @@ def test_openvino_is_told_threads_and_precision(stubs, dtype):
     assert settings["INFERENCE_PRECISION_HINT"] == {"float32": "f32", "bfloat16": "bf16"}[dtype]
 
 
-def test_openvino_is_quantized_once(stubs, monkeypatch):
-    class Quantized(SimpleNamespace):
-        def clone(self):
-            return Quantized(reshape=stubs.setdefault("shapes", []).append)
-
-    calibrations = []
-    nncf = SimpleNamespace(Dataset=list, ModelType=SimpleNamespace(TRANSFORMER="transformer"))
-    nncf.set_log_level = lambda level: None
-    nncf.quantize = lambda model, data, model_type: (
-        calibrations.append((len(data), model_type)) or Quantized()
-    )
-    monkeypatch.setitem(sys.modules, "nncf", nncf)
-    runtime = peers.OpenVINOInt8(Doubled, "float32")
-    for batch in (2, 1):
-        assert torch.equal(runtime(torch.ones(batch, 3, 4, 4)), torch.full((batch, 3), 2.0))
-    assert stubs["converted"] == [[(-1, 3, 4, 4)]]
-    assert calibrations == [(2, "transformer")]
-    assert stubs["shapes"] == [[2, 3, 4, 4], [1, 3, 4, 4]]
-
-
 def test_onnxruntime_is_told_threads(stubs):
     runtime = peers.OnnxRuntime(Doubled, "float32")
     assert torch.equal(runtime(torch.ones(2, 3, 4, 4)), torch.full((2, 3), 2.0))
