@@ -117,7 +117,10 @@ def missed(draws, dtype):
     ]
 
 
-@every_pyramid
+@pytest.mark.parametrize(
+    "make",
+    [segformer, pvt, pvt_v2, *(pytest.param(each, marks=pytest.mark.rest) for each in (pvt_v2_linear, glpn))],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gradients_of_models_of_one_dtype(make, dtype):
     """Without autocast Triton's kernels serve every block, forward and backward.

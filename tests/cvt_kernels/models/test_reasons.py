@@ -135,8 +135,12 @@ _FIRST_LAYERS = {
     pvt_v2: ("pvt_v2.encoder.layers.0.blocks.0", "mlp.intermediate_act_fn", "layer_norm_1"),
     glpn: ("glpn.encoder.block.0.0", "mlp.intermediate_act_fn", "layer_norm_1"),
 }
-_REDUCTIONS = {segformer: "attention.spatial_reduction.conv", pvt_v2: "attention.spatial_reduction"}
-_REDUCTIONS[glpn] = "attention.self.sr"
+
+
+def _reduction(make, row):
+    """Returns the path of the convolution that makes fewer keys, whose name differs by the version."""
+    modules = make().get_submodule(row).named_modules()
+    return next(path for path, m in modules if isinstance(m, nn.Conv2d) and m.groups == 1)
 
 
 def _live_pyramids():
@@ -147,7 +151,7 @@ def _live_pyramids():
             (act, by(nn.ReLU), "is a ReLU, expected GELU or "),
             ("mlp.dwconv.dwconv", wider, "the convolution is not one of 3×3"),
             (
-                _REDUCTIONS[make],
+                _reduction(make, row),
                 overlapping,
                 "the reduction has stride (1, 1), expected its kernel size, (2, 2)",
             ),
