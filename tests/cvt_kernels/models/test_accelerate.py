@@ -500,3 +500,26 @@ def test_a_patched_class_is_left_alone(monkeypatch, patched, wraps, beginning):
     assert relative(fused(images()), own(images())) < 1e-5
     (reason,) = {row.reason for row in ck.coverage(fused) if not row.fused}
     assert reason.startswith(beginning)
+
+
+@pytest.mark.parametrize(
+    ("patched", "freeze"),
+    [
+        (microsoft_cvt.VisionTransformer, False),
+        (microsoft_cvt.VisionTransformer, None),
+        (microsoft_cvt.VisionTransformer, True),
+        (microsoft_cvt.ConvolutionalVisionTransformer, None),
+    ],
+)
+@torch.no_grad()
+def test_a_class_that_is_patched_later_runs_the_patch(monkeypatch, patched, freeze):
+    fused = ck.accelerate(microsoft().eval(), freeze=freeze)
+    before, original, called = fused(images()), patched.forward, []
+
+    def patch(self, *args):
+        called.append(self)
+        return original(self, *args)
+
+    monkeypatch.setattr(patched, "forward", patch)
+    assert relative(fused(images()), before) < 1e-5
+    assert called == [module for module in fused.modules() if isinstance(module, patched)]
