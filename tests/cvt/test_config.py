@@ -76,8 +76,3 @@ def test_bad_overrides(overrides, message):
     """Single values are in test_arguments.py, bounds in test_card.py."""
     with pytest.raises((TypeError, ValueError), match=message):
         create_model("cvt_13", **overrides)
-
-
-def test_unknown_model():
-    with pytest.raises(ValueError, match="model: got 'cvt_99', expected one of cvt_13, cvt_21, cvt_w24"):
-        create_model("cvt_99")

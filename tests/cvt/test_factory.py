@@ -53,7 +53,7 @@ def test_randomize_takes_the_seeds_of_everything_else():
 
 
 def test_randomize_is_reproducible_and_leaves_no_tensor_constant():
-    a, b = (create_model("cvt_13", num_classes=5).eval() for _ in range(2))
+    a, b = (create_model(SMALL, num_classes=5).eval() for _ in range(2))
     for model in (a, b):
         randomize(model)
     for tensor in (*a.parameters(), *a.buffers()):
