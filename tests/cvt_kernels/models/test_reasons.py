@@ -1,4 +1,4 @@
-"""Why a block, a stage or a layer runs its own modules: what coverage says, and that they run.
+"""Reasons why a block, a stage or a layer runs its own modules: what coverage says, and that they run.
 
 Each change of a module is made before and after ``accelerate``; what other changes there are is in
 tests/changes.py.
