@@ -227,6 +227,23 @@ def _mul(tensor: Tensor) -> None:
     tensor.mul_(1.1)
 
 
+@each("add_")
+@torch.no_grad()
+def _add(tensor: Tensor) -> None:
+    tensor.add_(0.05)
+
+
+@each("copy_")
+@torch.no_grad()
+def _copy(tensor: Tensor) -> None:
+    tensor.copy_(1.1 * tensor)
+
+
+@each("data.mul_")
+def _data_mul(tensor: Tensor) -> None:
+    tensor.data.mul_(1.1)
+
+
 @each("data.copy_")
 def _data_copy(tensor: Tensor) -> None:
     tensor.data.copy_(1.1 * tensor.detach())
@@ -243,6 +260,11 @@ def _data_clamp(tensor: Tensor) -> None:
     """Limits the largest tenth of the numbers."""
     limit = tensor.detach().abs().flatten().float().quantile(0.9).to(tensor.dtype)
     tensor.data.clamp_(-limit, limit)
+
+
+@each("SGD by hand")
+def _sgd(tensor: Tensor) -> None:
+    tensor.data -= 0.05 * tensor.detach().sign()
 
 
 @each("NumPy")
@@ -862,6 +884,18 @@ def adapters_merged_later(model: nn.Module, source: Source) -> Iterator[None]:
     for adapter in adapters:
         adapter.merge()
     yield
+    _unload(model, adapters)
+    yield
+
+
+@change("members", not_in=("quantized",))
+def adapters_undone(model: nn.Module, source: Source) -> Iterator[None]:
+    adapters = _adapters(model, source)
+    for adapter in adapters:
+        adapter.merge()
+    yield
+    for adapter in adapters:
+        adapter.merge(-1)
     _unload(model, adapters)
     yield
 
