@@ -122,6 +122,7 @@ class BlockParts(NamedTuple):
         drop_path: The stochastic depth of both branches.
         drops_sum: True if the second one drops the stream with its branch, as in Hugging Face's CvT.
         layer_scales: The modules of the factors (C,) on the two branches, with ``gamma`` or ``lambda1``.
+        idle: Modules that must be identities.
         position_for: Returns the bias of the scores for a grid and the rows that are kept.
         token_keep: How many tokens stay after the block; 1 for all.
         pool: The query that scores them.
@@ -149,6 +150,7 @@ class BlockParts(NamedTuple):
     drops_probabilities: bool = False
     drops_sum: bool = False
     layer_scales: tuple[Any, Any] = (None, None)
+    idle: tuple[Any, ...] = ()
     position_for: Callable[..., PositionBias | None] | None = None
     token_keep: TokenKeep = 1.0
     pool: Pool = "cls"
@@ -199,6 +201,7 @@ class BlockParts(NamedTuple):
             found.append((self.mix, (nn.Conv2d,)))
         if self.activation is not None:
             found.append((self.activation, GELUS))
+        found += [(module, (nn.Identity,)) for module in self.idle]
         if _dropout_of(self.attention_drop) is None:
             found.append((self.attention_drop, (nn.Dropout,)))
         return found

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ...classes import original_class
 from ..blocks import (
     GELU_VARIANTS,
     BlockEntry,
@@ -21,9 +20,7 @@ from ..blocks import (
     StageParts,
     Unsupported,
     gelu_variant,
-    is_named,
     unserved_entry,
-    why_another_class,
 )
 from ..forward import as_map, tokens_of
 
@@ -62,16 +59,14 @@ def _parts(self: Any, linears: tuple[Any, ...], drops: tuple[Any, Any, Any], **o
 
 def _vit_block(self: Any) -> BlockParts:
     attn, mlp = self.attn, self.mlp
-    for name, module, expected in (("attn", attn, "Attention"), ("mlp", mlp, "Mlp")):
-        if not is_named(original_class(type(module)), _CLASSES):
-            raise Unsupported(f"{name} {why_another_class(module, expected)}")
-    for path in ("attn.q_norm", "attn.k_norm", "attn.norm", "attn.gate", "mlp.norm"):
-        holder, name = path.split(".")
-        module = getattr(getattr(self, holder), name, None)  # older versions have fewer
-        if module is not None and type(module) is not nn.Identity:
-            raise Unsupported(f"{path} {why_another_class(module, 'Identity')}")
+    late = (
+        getattr(attn, "norm", None),
+        getattr(attn, "gate", None),
+        getattr(mlp, "norm", None),
+    )  # of timm 1.0.x
+    idle = tuple(each for each in (attn.q_norm, attn.k_norm, *late) if each is not None)
     drops = attn.proj_drop, mlp.drop1, mlp.drop2
-    return _parts(self, (attn.qkv,), drops, layer_scales=(self.ls1, self.ls2))
+    return _parts(self, (attn.qkv,), drops, layer_scales=(self.ls1, self.ls2), idle=idle)
 
 
 def _pvt_v2_block(self: Any) -> BlockParts:
