@@ -169,7 +169,7 @@ class Declaration(backends.Operator):
             return serve
 
         def later(call: Record) -> Any:
-            call = self._with_tuples(call)
+            call = self._with_tuples(call) if self.sequences else call
             reason = why_unsupported(call) if checks.CHECKS_CACHED and why_unsupported is not None else None
             if reason is not None:
                 raise AssertionError(f"{self.name}: cached for a call that its backend refuses: {reason}")

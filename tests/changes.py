@@ -132,7 +132,7 @@ def inner(model: nn.Module, *kinds: type) -> list[Any]:
     return [module for module in found.values() if isinstance(module, kinds or _CALLED)]
 
 
-_MUTE = r"key|_k\b|k_proj|query\.convolution|conv_proj_q"
+_MUTE = r"key|_k\b|k_proj|convolution_projection_query|conv_proj_q"
 
 
 def telling(model: nn.Module, *kinds: type) -> list[Any]:
@@ -354,8 +354,9 @@ def hidden_channels_taken_away(model: nn.Module, source: Source) -> None:
     """Half of those of an MLP, in the same memory."""
     block = source.choice(blocks_of(model))
     linears = [m for m in block.modules() if type(m) is nn.Linear]
-    first = next(m for m in linears if m.out_features > m.in_features)
     second = next(m for m in linears if m.in_features > m.out_features)
+    sizes = second.out_features, second.in_features
+    first = next(m for m in reversed(linears) if (m.in_features, m.out_features) == sizes)
     half = first.out_features // 2
     convs = [m for m in block.modules() if isinstance(m, nn.Conv2d) and m.groups == 2 * half]
     for parameter in (p for part in (first, *convs) for p in part.parameters()):
@@ -1363,13 +1364,17 @@ def _copied(model: nn.Module, source: Source) -> nn.Module:
     return copy.deepcopy(model)
 
 
-@deed("pickle")
+#: SegFormer's own forward hooks its modules by functions that cannot be pickled, and timm's stand-ins cannot be imported.
+_PICKLED = (*_CVT, "pvt", "pvt_v2", "glpn", *_ENCODERS)
+
+
+@deed("pickle", only=_PICKLED)
 def _pickled(model: nn.Module, source: Source) -> nn.Module:
     unpickled: nn.Module = pickle.loads(pickle.dumps(model))
     return unpickled
 
 
-@deed("torch.save")
+@deed("torch.save", only=_PICKLED)
 def _saved(model: nn.Module, source: Source) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)

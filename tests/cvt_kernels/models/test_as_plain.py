@@ -263,10 +263,11 @@ def test_a_gradient_penalty(make, mode, freeze):
     fused = copy.deepcopy(own)
     if make is not ours or freeze is None:
         ck.accelerate(fused, freeze=freeze)
-    with sdpa_kernel(SDPBackend.MATH), ck.use_backend("reference"):  # SegFormer's own has none
-        expected = penalty(own, x)
-    with ck.use_backend(*KERNELS_FIRST):
-        found = penalty(fused, x)
+    with sdpa_kernel(SDPBackend.MATH):  # of attention that is upstream's
+        with ck.use_backend("reference"):
+            expected = penalty(own, x)
+        with ck.use_backend(*KERNELS_FIRST):
+            found = penalty(fused, x)
     largest = max(each.abs().max() for each in expected[1:] if each is not None)
     assert upstream.relative(found[0], expected[0]) < 1e-4
     for a, b in zip(found[1:], expected[1:], strict=True):

@@ -165,7 +165,7 @@ _OF_STAGE = [
     ("blocks.0.norm2", hook, "blocks.0 is not as upstream has it: norm2 has forward hooks"),
     ("blocks.0.mlp", backward_hook, "blocks.0 is not as upstream has it: mlp has backward hooks"),
     ("blocks.0.attn.proj_q", own_forward, "blocks.0.attn.proj_q has a forward of its own"),
-    ("blocks.0.mlp.fc1", with_identity, "a linear layer is not a plain nn.Linear"),
+    ("blocks.0.mlp.fc1", with_identity, "is a Sequential, expected a plain nn.Linear or LinearInt8"),
     ("blocks.0.attn.conv_proj_v.bn", training, "a module within it is in training mode"),
     (
         "blocks.0.attn.conv_proj_q.conv",

@@ -83,7 +83,7 @@ REASONS = {
     "gated attention": (lambda: with_attention(gated=True), "attn.gate is a Linear, expected Identity"),
     "SwiGLU": (
         lambda: {"mlp_layer": timm_models("vision_transformer").SwiGLUPacked},
-        "mlp is a GluMlp, expected Mlp",
+        "mlp is a GluMlp",
     ),
     "ReLU": (lambda: {"act_layer": nn.ReLU}, "mlp.act is a ReLU, expected GELU or QuickGELU"),
     "other norms": (lambda: {"norm_layer": nn.RMSNorm}, "norm1 is a RMSNorm, expected LayerNorm"),
