@@ -96,7 +96,12 @@ inline void for_steps(const std::vector<Step>& steps, bool served = true) {
   for (const Step& step : steps) units = std::max(units, step.units), bytes = std::max(bytes, step.bytes);
   const int64_t count = std::min(threads(), units);
   if (count == 0) return;
-  bytes = (bytes + 4095) / 4096 * 4096;
+#ifdef __SANITIZE_ADDRESS__  // which sees what is touched beyond them
+  constexpr int64_t kWhole = 64;
+#else
+  constexpr int64_t kWhole = 4096;
+#endif
+  bytes = (bytes + kWhole - 1) / kWhole * kWhole;
   const Workspace scratch(count * bytes);
   std::vector<Progress> progress(steps.size());
   std::exception_ptr failure;
