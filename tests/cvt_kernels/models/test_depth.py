@@ -130,6 +130,29 @@ def test_training_and_gradients_run_upstreams_forward(maps):
     assert not maps
 
 
+CHANGES = [
+    lambda model: setattr(model.head.config, "max_depth", 3),
+    lambda model: model.decoder.stages[3].fusion.convolutional_layer1[1].running_mean.add_(1),
+    lambda model: model.head.head.__setitem__(1, torch.nn.GELU()),
+    lambda model: model.decoder.final_upsample.__dict__.update(mode="nearest", align_corners=None),
+]
+
+
+@torch.no_grad()
+def test_changes_are_noticed(maps):
+    """Other changes of weights and modules are in tests/changes.py."""
+    ours, upstreams = made()
+    images = torch.randn(1, 3, 32, 64)
+    for change in CHANGES:
+        before = ours(images).predicted_depth
+        for model in (ours, upstreams):
+            change(model)
+        after = ours(images).predicted_depth
+        torch.testing.assert_close(after, upstreams(images).predicted_depth)
+        assert not torch.equal(before, after)
+    assert len(maps) == 5  # neither GELU nor other upsampling
+
+
 @torch.no_grad()
 def test_a_head_that_reads_another_map_runs_its_own_forward(maps):
     ours, upstreams = made(head_in_index=1)

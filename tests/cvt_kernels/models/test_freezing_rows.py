@@ -145,6 +145,17 @@ def test_quantized_layers(backends, chosen, served):
         assert decibels(own(x), out) > 25
 
 
+def test_changed_bounds_are_noticed(chosen):
+    own = make("entropy", bounds=(0.2, 0.3))
+    fused, x = frozen(own), images(2, 20, 20)
+    fused(x)
+    fused.stage1.token_keep_bounds = (0.8, 0.9)
+    fused(x)
+    kept = [rows.shape[1] - 1 for rows in chosen.rows]
+    assert max(kept[:3]) < 9
+    assert kept[3] >= 20
+
+
 # Where it is served ---------------------------------------------------------------------------------------
 
 

@@ -238,6 +238,14 @@ def test_the_operators_of_others(make, expected):
 # What a fused forward leaves to the block -----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("make", [segformer, pvt, pvt_v2, glpn])
+def test_an_image_that_upstream_refuses_is_refused(make):
+    own, fused = pair(make)
+    for model in (own, fused):
+        with pytest.raises((RuntimeError, ValueError)):
+            model(images(1, 3, 3))
+
+
 def test_a_pvt_says_which_image_size_it_takes():
     expected = (
         "pixel_values: got 64×96 pixels, a grid of 16×24 patches, expected 70×70 pixels, a grid of 17×17: "
