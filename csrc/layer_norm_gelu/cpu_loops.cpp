@@ -90,46 +90,63 @@ void layer_norm_backward_rows(const LayerNormBackward& call, int64_t begin, int6
     const F mean_g = sum(sums[0] + sums[1]) / static_cast<A>(channels);
     const F mean_gn = sum(products[0] + products[1]) / static_cast<A>(channels);
     T* dx = static_cast<T*>(call.dx) + offset;
-    const T* dh = call.dh == nullptr ? nullptr : static_cast<const T*>(call.dh) + offset;
-    for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      const F gradient = (load(scratch + c, lanes) - mean_g - (load(h + c, lanes) - mean) * rstd * mean_gn) * rstd;
-      store(dx + c, dh == nullptr ? gradient : gradient + load(dh + c, lanes), lanes);
-    });
+    const auto gradient = [&](int64_t c, auto lanes) LAMBDA_INLINE {
+      return (load(scratch + c, lanes) - mean_g - (load(h + c, lanes) - mean) * rstd * mean_gn) * rstd;
+    };
+    if (call.dh == nullptr) {
+      for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+        store(dx + c, gradient(c, lanes), lanes);
+      });
+    } else {
+      const T* dh = static_cast<const T*>(call.dh) + offset;
+      for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+        store(dx + c, gradient(c, lanes) + load(dh + c, lanes), lanes);
+      });
+    }
   }
 }
 
 // GELU ------------------------------------------------------------------------------------------------------
 
-// Calls f(i, c, sum, lanes) for the vectors of x + bias of some rows, which begin at number i of x and channel c. Without a
-// bias the rows are one, and x is the sum.
-template <class T, class Call, class A = Accumulator<T>, class G>
-VECTOR_INLINE void for_sums(const Call& call, int64_t begin, int64_t end, G f) {
-  const T* x = static_cast<const T*>(call.x);
-  const A* bias = static_cast<const A*>(call.bias);
-  const int64_t channels = bias == nullptr ? (end - begin) * call.channels : call.channels;
-  for (int64_t row = begin * call.channels; row < end * call.channels; row += channels) {
-    for_vectors<Vector<A>::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      const Vector<A> value = load(x + row + c, lanes);
-      f(row + c, c, bias == nullptr ? value : value + load(bias + c, lanes), lanes);
+template <class T, Activation activation>
+void gelu_rows(const GeluForward& call, int64_t begin, int64_t end) {
+  using F = VectorOf<T>;
+  const T* x = static_cast<const T*>(call.x) + begin * call.channels;
+  T* out = static_cast<T*>(call.out) + begin * call.channels;
+  const auto* bias = static_cast<const Accumulator<T>*>(call.bias);
+  if (bias == nullptr) {
+    for_vectors<F::lanes>((end - begin) * call.channels, [&](int64_t i, auto lanes, int) LAMBDA_INLINE {
+      store(out + i, activated<T, activation>(load(x + i, lanes)), lanes);
+    });
+    return;
+  }
+  for (; begin < end; begin++, x += call.channels, out += call.channels) {
+    for_vectors<F::lanes>(call.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      store(out + c, activated<T, activation>(load(x + c, lanes) + load(bias + c, lanes)), lanes);
     });
   }
 }
 
-template <class T, Activation activation>
-void gelu_rows(const GeluForward& call, int64_t begin, int64_t end) {
-  for_sums<T>(call, begin, end, [&](int64_t i, int64_t, VectorOf<T> sum, auto lanes) LAMBDA_INLINE {
-    store(static_cast<T*>(call.out) + i, activated<T, activation>(sum), lanes);
-  });
-}
-
 template <class T, Activation activation, class A = Accumulator<T>>
 void gelu_backward_rows(const GeluBackward& call, int64_t begin, int64_t end, A* dbias) {
-  const T* dout = static_cast<const T*>(call.dout);
-  for_sums<T>(call, begin, end, [&](int64_t i, int64_t c, Vector<A> sum, auto lanes) LAMBDA_INLINE {
-    const Vector<A> g = load(dout + i, lanes) * derivative<T, activation>(sum);
-    if (call.bias != nullptr) store(dbias + c, load(dbias + c, lanes) + g, lanes);
-    store(static_cast<T*>(call.dx) + i, g, lanes);
-  });
+  using F = Vector<A>;
+  const T* dout = static_cast<const T*>(call.dout) + begin * call.channels;
+  const T* x = static_cast<const T*>(call.x) + begin * call.channels;
+  T* dx = static_cast<T*>(call.dx) + begin * call.channels;
+  const A* bias = static_cast<const A*>(call.bias);
+  if (bias == nullptr) {
+    for_vectors<F::lanes>((end - begin) * call.channels, [&](int64_t i, auto lanes, int) LAMBDA_INLINE {
+      store(dx + i, load(dout + i, lanes) * derivative<T, activation>(load(x + i, lanes)), lanes);
+    });
+    return;
+  }
+  for (; begin < end; begin++, dout += call.channels, x += call.channels, dx += call.channels) {
+    for_vectors<F::lanes>(call.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      const F g = load(dout + c, lanes) * derivative<T, activation>(load(x + c, lanes) + load(bias + c, lanes));
+      store(dbias + c, load(dbias + c, lanes) + g, lanes);
+      store(dx + c, g, lanes);
+    });
+  }
 }
 
 // From the types of a call to template parameters -----------------------------------------------------------
