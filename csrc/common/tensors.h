@@ -98,14 +98,14 @@ inline Tensor with_adjacent_channels(const char* name, const Tensor& x) {
 inline const void* const_data_of(const Optional& tensor) { return tensor.has_value() ? tensor->const_data_ptr() : nullptr; }
 inline void* mutable_data_of(const Optional& tensor) { return tensor.has_value() ? tensor->mutable_data_ptr() : nullptr; }
 
-// The class tokens, one or none, of x (batch, tokens, channels), whose others are those of a grid; it checks the sizes.
-inline int64_t class_tokens_of(const Tensor& x, int64_t height, int64_t width) {
+// The class tokens, up to `most`, of x (batch, tokens, channels), whose others are those of a grid; it checks the sizes.
+inline int64_t class_tokens_of(const Tensor& x, int64_t height, int64_t width, int64_t most = 1) {
   expect(x.dim() == 3, "x", x, "(batch, tokens, channels)");
   expect(height > 0, "height", height, "at least 1");
   expect(width > 0, "width", width, "at least 1");
   numbers_of("x", x);
   const int64_t class_tokens = x.size(1) - product("height and width", {height, width});
-  expect(class_tokens == 0 || class_tokens == 1, "x", x, height, " · ", width, " tokens, or one more");
+  expect(class_tokens >= 0 && class_tokens <= most, "x", x, height, " · ", width, most > 0 ? " tokens, or one more" : " tokens");
   return class_tokens;
 }
 

@@ -28,7 +28,7 @@ struct Arguments {
   Arguments(const Tensor& input, int64_t height, int64_t width, const Tensor& kernel, const Optional& shift,
             int64_t units = 1)
       : x(with_adjacent_channels("x", input)), dtype(dtype_of("x", x)), weight(made_contiguous("weight", kernel)) {
-    expect(class_tokens_of(x, height, width) == 0, "x", x, height, " · ", width, " tokens");
+    class_tokens_of(x, height, width, 0);
     const int64_t channels = x.size(2);
     expect_sizes("weight", weight, {channels, 1, 3, 3}, x.scalar_type(), x, "(channels, 1, 3, 3)");
     if (shift.has_value()) {
