@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,6 +13,10 @@ class _Launched:
     @property
     def options(self) -> dict[str, int]:
         """Triton's launch options."""
+        return {**self._options}
+
+    @functools.cached_property
+    def _options(self) -> dict[str, int]:
         fields = {"num_warps": "num_warps", "num_stages": "num_stages", "maxnreg": "registers"}
         given = {option: getattr(self, field, None) for option, field in fields.items()}
         return {option: value for option, value in given.items() if value is not None}
