@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
+from tests.timm_models import importable
 
 
 class Source(random.Random):
@@ -353,10 +354,7 @@ def the_same_memory_transposed(model: nn.Module, source: Source) -> None:
 def hidden_channels_taken_away(model: nn.Module, source: Source) -> None:
     """Half of those of an MLP, in the same memory."""
     block = source.choice(blocks_of(model))
-    linears = [m for m in block.modules() if type(m) is nn.Linear]
-    second = next(m for m in linears if m.in_features > m.out_features)
-    sizes = second.out_features, second.in_features
-    first = next(m for m in reversed(linears) if (m.in_features, m.out_features) == sizes)
+    first, second = [m for m in block.modules() if type(m) is nn.Linear][-2:]
     half = first.out_features // 2
     convs = [m for m in block.modules() if isinstance(m, nn.Conv2d) and m.groups == 2 * half]
     for parameter in (p for part in (first, *convs) for p in part.parameters()):
@@ -1175,9 +1173,9 @@ for _name, _register in (_HOOKS | _BACKWARD_HOOKS).items():
             _shows = "gradients" if _name in _BACKWARD_HOOKS else "always"
             if _name in _BACKWARD_HOOKS and _level == "the model":
                 _shows = "never"  # of a model whose result is no tensor
-            # CLIP passes tokens by name, of which such hooks get no gradient.
+            # CLIP passes tokens by name, of which such hooks get no gradient, and a ViT of timm takes images.
             _by_name = _name in _BACKWARD_HOOKS and _level in ("a holder", "a stage")
-            _only = (*_CVT, *_LAYERED, "vit", "dinov2", *_TIMMS) if _by_name else None
+            _only = (*_CVT, *_LAYERED, "vit", "dinov2", "timm_pvt_v2") if _by_name else None
             change("hooks", f"a {_name} on {_level}", shows=_shows, only=_only)(_hooked(_register, _level))
 
 
@@ -1270,7 +1268,7 @@ def the_batch_norm_of_the_head_in_training(model: nn.Module, source: Source) -> 
     yield
 
 
-@change("modes", not_in=("training",), only=(*_CVT, *_LAYERED, "vit", *_TIMMS))
+@change("modes", not_in=("training",), only=(*_CVT, *_LAYERED, "vit"))
 def one_dropout_in_training(model: nn.Module, source: Source) -> Iterator[None]:
     dropout = source.choice(telling(model, nn.Dropout))
     dropout.p = 0.5
@@ -1364,17 +1362,19 @@ def _copied(model: nn.Module, source: Source) -> nn.Module:
     return copy.deepcopy(model)
 
 
-#: SegFormer's own forward hooks its modules by functions that cannot be pickled, and timm's stand-ins cannot be imported.
-_PICKLED = (*_CVT, "pvt", "pvt_v2", "glpn", *_ENCODERS)
+#: SegFormer's own forward hooks its modules by functions that cannot be pickled.
+_PICKLED = (*_CVT, "pvt", "pvt_v2", "glpn", *_ENCODERS, *_TIMMS)
 
 
 @deed("pickle", only=_PICKLED)
+@importable()
 def _pickled(model: nn.Module, source: Source) -> nn.Module:
     unpickled: nn.Module = pickle.loads(pickle.dumps(model))
     return unpickled
 
 
 @deed("torch.save", only=_PICKLED)
+@importable()
 def _saved(model: nn.Module, source: Source) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)

@@ -4,6 +4,7 @@ The stand-ins in ``stand_ins/timm`` have timm's names, structure and arithmetic,
 compute the same is tested with ``tests/data/timm_tiny.npz``.
 """
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -24,12 +25,15 @@ def is_installed():
     return importlib.util.find_spec("timm") is not None
 
 
+#: timm's packages, which no import finds but within :func:`importable`.
+_packages = {}
+
+
 @functools.cache
 def timm_models(name):
-    """Returns ``timm.models.vision_transformer`` or ``timm.models.pvt_v2``.
+    """Returns ``timm.models.vision_transformer`` or another module of timm's, or a stand-in.
 
-    Afterwards timm can be imported as before, or cannot: only the modules of layers and models stay, as which
-    pickles find the classes.
+    Afterwards timm can be imported, or cannot, as before; its modules of layers and models stay.
     """
     before, path = dict(sys.modules), [*sys.path]
     if not is_installed():
@@ -37,13 +41,25 @@ def timm_models(name):
     elif importlib.util.find_spec("torchvision") is None:
         _stub_torchvision()
     try:
-        return importlib.import_module(f"timm.models.{name}")
+        with importable():
+            return importlib.import_module(f"timm.models.{name}")
     finally:
         sys.path[:] = path
-        for module in sys.modules.keys() - before.keys():
-            is_kept = module.startswith(("timm.layers.", "timm.models."))
-            if module.partition(".")[0] in ("timm", "torchvision") and not is_kept:
-                del sys.modules[module]
+        for module in [each for each in sys.modules.keys() - before.keys() if each.startswith("torchvision")]:
+            del sys.modules[module]
+
+
+@contextlib.contextmanager
+def importable():
+    """Lets timm's packages be imported within a block, as pickles of its models do."""
+    before = dict(sys.modules)
+    sys.modules.update(_packages | before)
+    try:
+        yield
+    finally:
+        for name in [each for each in sys.modules.keys() - before.keys() if each.partition(".")[0] == "timm"]:
+            if not name.startswith(("timm.layers.", "timm.models.")):
+                _packages[name] = sys.modules.pop(name)
 
 
 _WAYS = "NEAREST", "BILINEAR", "BICUBIC", "BOX", "HAMMING", "LANCZOS"

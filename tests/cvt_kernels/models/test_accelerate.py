@@ -19,6 +19,7 @@ from cvt_kernels.tuning import choices
 from tests import microsoft_cvt
 from tests.checks import assert_accurate, record_all_calls, record_calls
 from tests.conftest import DATA
+from tests.timm_models import importable
 from tests.upstream import (
     ENCODERS,
     PYRAMIDS,
@@ -314,6 +315,7 @@ def test_a_hook_on_all_modules_sees_all_of_them():
 
 @pytest.mark.parametrize("freeze", [False, None, True])
 @pytest.mark.parametrize("make", [*UPSTREAMS, segformer, pvt, pvt_v2, glpn, *ENCODERS, *TIMMS])
+@importable()
 def test_copies_look_the_same(make, freeze):
     own = make().eval()
     model = ck.accelerate(copy.deepcopy(own), freeze=freeze)

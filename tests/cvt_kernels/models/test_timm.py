@@ -21,7 +21,7 @@ def blocks_of(model):
 
 @pytest.mark.parametrize("make", TIMMS)
 def test_the_models_compute_what_timm_1_0_31_does(make):
-    """What is installed, or the stand-ins."""
+    """The timm that is installed does, or the stand-ins."""
     with np.load(DATA / "timm_tiny.npz") as arrays:
         names, output, gradient = (arrays[f"{make.__name__} {what}"] for what in _KEPT)
     model, x = make(), images(2, 32, 32).requires_grad_()
@@ -71,34 +71,38 @@ def test_every_model_is_served(name, freeze, dtype):
     assert [type(module) for module in ck.restore(model).modules()] == classes
 
 
-def with_attention(**settings):
-    return {"attn_layer": functools.partial(timm_models("vision_transformer").Attention, **settings)}
+def with_gates():
+    model = timm_vit()
+    for block in blocks_of(model):
+        block.attn.gate = nn.Linear(32, 32)
+    return model
+
+
+def of_timms(name):
+    return getattr(timm_models("vision_transformer"), name)
 
 
 NORM = "a timm.layers.norm.LayerNorm, expected Identity"
 REASONS = {
-    "normalized queries": (lambda: {"qk_norm": True}, f"attn.q_norm is {NORM}"),
-    "normalized heads": (lambda: {"scale_attn_norm": True}, f"attn.norm is {NORM}"),
-    "a normalized MLP": (lambda: {"scale_mlp_norm": True}, f"mlp.norm is {NORM}"),
-    "gated attention": (lambda: with_attention(gated=True), "attn.gate is a Linear, expected Identity"),
-    "SwiGLU": (
-        lambda: {"mlp_layer": timm_models("vision_transformer").SwiGLUPacked},
-        "mlp is a GluMlp",
-    ),
-    "ReLU": (lambda: {"act_layer": nn.ReLU}, "mlp.act is a ReLU, expected GELU or QuickGELU"),
-    "other norms": (lambda: {"norm_layer": nn.RMSNorm}, "norm1 is a RMSNorm, expected LayerNorm"),
+    "normalized queries": (lambda: timm_vit(qk_norm=True), f"attn.q_norm is {NORM}"),
+    "normalized heads": (lambda: timm_vit(scale_attn_norm=True), f"attn.norm is {NORM}"),
+    "a normalized MLP": (lambda: timm_vit(scale_mlp_norm=True), f"mlp.norm is {NORM}"),
+    "gated attention": (with_gates, "attn.gate is a Linear, expected Identity"),
+    "SwiGLU": (lambda: timm_vit(mlp_layer=of_timms("SwiGLUPacked")), "mlp is a GluMlp"),
+    "ReLU": (lambda: timm_vit(act_layer=nn.ReLU), "mlp.act is a ReLU, expected GELU or QuickGELU"),
+    "other norms": (lambda: timm_vit(norm_layer=nn.RMSNorm), "norm1 is a RMSNorm, expected LayerNorm"),
     "norms behind": (
-        lambda: {"block_fn": timm_models("vision_transformer").ResPostBlock},
+        lambda: timm_vit(block_fn=of_timms("ResPostBlock")),
         "its LayerNorms come after attention and the MLP",
     ),
-    "linear attention": (None, "its attention is linear"),
+    "linear attention": (lambda: timm_pvt_v2(linear=True), "its attention is linear"),
 }
 
 
 @pytest.mark.parametrize("name", REASONS)
 def test_others_stay_as_they_are_and_say_why(name):
-    config, reason = REASONS[name]
-    model = timm_pvt_v2(linear=True) if config is None else timm_vit(**config())
+    make, reason = REASONS[name]
+    model = make()
     classes = [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match=r"none of the \d blocks .* is supported; the first, ") as error:
         ck.accelerate(model)
