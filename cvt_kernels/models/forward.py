@@ -76,7 +76,7 @@ def add_and_normalize_for(
     layer: Any, norm: nn.LayerNorm, branch: Tensor, stream: Tensor
 ) -> tuple[Tensor, Any]:
     """Returns :func:`add_and_normalize`, with quantized rows if ``layer``, which reads them, is quantized."""
-    if not _is_plain_int8(layer) or layer.bias is None or torch.jit.is_tracing():
+    if type(layer) is Linear or not _is_plain_int8(layer) or layer.bias is None or torch.jit.is_tracing():
         return add_and_normalize(norm, branch, stream)
     differ = _dtypes_differ(branch, stream) or _dtypes_differ(stream, norm.weight)
     if differ or modes.wants_gradient(branch, stream, norm.weight, norm.bias, layer.bias):
@@ -87,11 +87,6 @@ def add_and_normalize_for(
 
 def _dtypes_differ(x: Tensor, other: Tensor | None) -> bool:
     return other is not None and other.dtype != x.dtype and not modes.autocast_enabled(x)
-
-
-def _is_linear(module: Any) -> bool:
-    """Returns whether a module is prepared parts, or a linear layer that nobody watches."""
-    return type(module) is Linear or is_plain_linear(module)
 
 
 def apply_linear(module: Any, x: Tensor) -> Tensor:
@@ -107,7 +102,7 @@ def _is_plain_int8(module: Any) -> bool:
 
 def apply_linear_and_gelu(module: Any, x: Tensor | QuantizedRows, *, approximate: GeluVariant) -> Tensor:
     """Computes a linear layer and its GELU, of quantized ``x`` too after :func:`add_and_normalize_for`."""
-    if _is_linear(module):
+    if type(module) is Linear or is_plain_linear(module):
         assert isinstance(x, Tensor)
         if _dtypes_differ(x, module.weight):
             return gelu(F.linear(x, module.weight, module.bias), approximate=approximate)
@@ -394,7 +389,9 @@ class _End(NamedTuple):
         layer = self.layer
         if self.scale is not None or not _is_idle(self.drop):
             return False
-        if not _is_linear(layer) or not choose.may_be_ours(operator, x.device.type):
+        if not (type(layer) is Linear or is_plain_linear(layer)):
+            return False
+        if not choose.may_be_ours(operator, x.device.type):
             return False
         return not _dtypes_differ(x, stream) and not _dtypes_differ(x, layer.weight)
 
@@ -406,7 +403,7 @@ def _mlp_with_residual(parts: BlockParts, fc2: _End, y: Any, stream: Tensor) -> 
         return None
     if not modes.wants_gradient(y, stream):  # it saves what the backward computes again
         return None
-    if not _is_linear(fc1) or _dtypes_differ(y, fc1.weight):
+    if not (type(fc1) is Linear or is_plain_linear(fc1)) or _dtypes_differ(y, fc1.weight):
         return None
     rate = _drop_rate(parts.drop_path)
     if rate is None or not fc2.is_one_with("mlp_add", y, stream):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _library = torch.library.Library("cvt_kernels", "FRAGMENT")
@@ -79,9 +78,11 @@ def _counting_changes(function: Callable[..., Any], mutates: Sequence[str]) -> C
     def run(*args: Any) -> Any:
         out = function(*args)
         for place in places:
-            written = [args[place]] if isinstance(args[place], Tensor) else args[place]
-            # Changes of inference tensors are not counted.
-            torch.autograd.graph.increment_version([each for each in written if not each.is_inference()])
+            written = args[place]
+            if isinstance(written, list):
+                torch.autograd.graph.increment_version([each for each in written if not each.is_inference()])
+            elif not written.is_inference():  # changes of inference tensors are not counted
+                torch.autograd.graph.increment_version(written)
         return out
 
     return run

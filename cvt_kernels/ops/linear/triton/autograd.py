@@ -29,10 +29,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str | None,
-        residual: Tensor | None, scale: Tensor | None, scales_sum: bool,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str | None = None,
+        residual: Tensor | None = None, scale: Tensor | None = None, scales_sum: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Saves x and weight in the dtype of the product, GELU's input and the factors of images."""
+        """Saves x and weight in the dtype of the product, GELU's input and the factors of images.
+
+        PyTorch looks at every argument of an autograd function, so that calls leave out those behind theirs.
+        """
         adds, pre = residual is not None, None
         rows, narrow_weight, narrow = matrices(x, weight, None if adds else bias)
         if approximate is not None:
@@ -50,27 +53,28 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients that are needed; autograd casts that of a residual to its dtype."""
         x, weight, bias, pre, scale = ctx.saved_tensors
+        need_x, need_weight, need_bias, *others = needs = ctx.needs_input_grad
+        need_residual = ctx.adds and others[1]
         settings: dict[str, Any] = {"scale": scale, "scales_sum": ctx.scales_sum}
         if torch.is_grad_enabled() and ctx.are_given:
             given: tuple[Any, ...] = (x, weight, bias)
             formula: Any = reference.linear
             if ctx.adds:
-                given = *given, zeros_for(dout, ctx.needs_input_grad[4])
+                given = *given, zeros_for(dout, need_residual)
                 formula = functools.partial(reference.linear_add, **settings)
             elif ctx.approximate is not None:
                 formula = functools.partial(reference.linear_gelu, approximate=ctx.approximate)
             *of_layer, dresidual = *gradients_again(formula, given, dout), *[None] * (not ctx.adds)
-            return *of_layer, None, dresidual, None, None
+            return (*of_layer, None, dresidual, None, None)[: len(needs)]
         start = linear_starts(
             rows_of(dout), weight.dtype if pre is None else pre.dtype,
-            dtype_of(bias, ctx.needs_input_grad[2]), pre=pre, approximate=ctx.approximate or "none",
+            dtype_of(bias, need_bias), pre=pre, approximate=ctx.approximate or "none",
             **settings,
         )  # fmt: skip
-        need_x, need_weight, *_ = ctx.needs_input_grad
         dx = (start.product @ weight).view(ctx.shape) if need_x else None
         dweight = start.product.t() @ rows_of(x) if need_weight else None
-        dresidual = start.residual.view_as(dout) if ctx.needs_input_grad[4] else None
-        return refuse_again((dx, dweight, start.bias, None, dresidual, None, None))
+        dresidual = start.residual.view_as(dout) if need_residual else None
+        return refuse_again((dx, dweight, start.bias, None, dresidual, None, None)[: len(needs)])
 
 
 def save(ctx: Any, *pairs: Any) -> None:
@@ -172,14 +176,14 @@ def matrices(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
 
 def linear(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear`` for checked arguments of which the bias needs a gradient."""
-    return _Linear.apply(*call, None, None, None, False)
+    return _Linear.apply(*call)
 
 
 def linear_gelu(call: Record) -> Tensor:
     """Computes ``cvt_kernels.linear_gelu`` for checked arguments; under autocast, in its dtype."""
     x, weight, bias, approximate = call
     if modes.wants_gradient(x, weight, bias):
-        return _Linear.apply(*call, None, None, False)
+        return _Linear.apply(*call)
     out, _ = linear_gelu_forward(*matrices(x, weight, bias), approximate, False)
     return out.view(*x.shape[:-1], weight.shape[0])
 
@@ -194,7 +198,8 @@ def linear_add(call: Record) -> Tensor:
     x, weight, bias, residual, inplace, scale, scales_sum = call
     if scale is not None or modes.wants_gradient(x, weight, bias, residual):
         return _Linear.apply(x, weight, bias, None, residual, contiguous(scale), scales_sum)
-    out = residual if inplace else _sum_like(residual, sum_dtype(x, residual))
+    settings: dict[str, Any] = {"memory_format": torch.contiguous_format}
+    out = residual if inplace else torch.empty_like(residual, dtype=sum_dtype(x, residual), **settings)
     _launch_add(*matrices(x, weight, bias), None if inplace else residual.contiguous(), out)
     return out
 

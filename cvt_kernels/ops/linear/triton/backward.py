@@ -31,7 +31,7 @@ from .... import launch, machine
 from ....launch import formulas, launching
 from ....launch.records import Rows
 from ...conv_projection.triton.backward import sum_regions
-from ...graph_operators import launcher
+from ...graph_operators import graph_operator, launcher
 from ...triton_gelu import activate_half, derivative_half
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import part_width
@@ -225,30 +225,19 @@ def linear_starts(
     changes = pre is not None or scale is not None or dout.dtype != dtype
     if not changes and bias is None:
         return Start(dout, dout, None)
-    made = iter(
-        _launch_starts(dout, dtype if changes else None, bias, pre, approximate, activates, scale, scales_sum)
+    run = _starts_by_op if torch.compiler.is_compiling() else _launch_starts
+    dproduct, dresidual, dbias, activated = run(
+        dout, dtype if changes else None, bias, pre, approximate, activates, scale, scales_sum
     )
-    return Start(
-        product=next(made) if changes else dout,
-        residual=next(made) if scales_sum and scale is not None else dout,
-        bias=None if bias is None else next(made),
-        activated=next(made) if activates and pre is not None else None,
-    )
+    dresidual = dout if dresidual is None else dresidual
+    return Start(dout if dproduct is None else dproduct, dresidual, dbias, activated)
 
 
-def _start_shapes(dout, dtype, bias, pre, approximate, activates, scale, scales_sum):
-    made = [] if dtype is None else [dout.new_empty(dout.shape, dtype=dtype)]
-    made += [torch.empty_like(dout)] if scales_sum and scale is not None else []
-    made += [] if bias is None else [dout.new_empty(dout.shape[1], dtype=bias)]
-    return made + ([torch.empty_like(pre)] if activates and pre is not None else [])
-
-
-@launcher("linear_starts", _start_shapes)
 def _launch_starts(
     dout: Tensor, dtype: torch.dtype | None, bias: torch.dtype | None, pre: Tensor | None, approximate: str,
     activates: bool, scale: Tensor | None, scales_sum: bool,
-) -> list[Tensor]:  # fmt: skip
-    """Returns the new ones among the tensors of :class:`Start`, in their order."""
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Returns the new ones among the tensors of :class:`Start`, else None."""
     rows, columns = dout.shape
     spec, config = RowsSpec.of("linear_starts", dout if pre is None else pre, approximate)
     groups = -(-columns // spec.width)
@@ -267,4 +256,35 @@ def _launch_starts(
         tokens=1 if scale is None else rows // scale.shape[0], share=share, SPEC=spec,
     )  # fmt: skip
     total = None if bias is None or partial is None else sum_regions(partial, (1,), bias)
-    return [each for each in (dproduct, dresidual, total, activated) if each is not None]
+    return dproduct, dresidual, total, activated
+
+
+def _start_shapes(dout, dtype, bias, pre, approximate, activates, scale, scales_sum):
+    made = [] if dtype is None else [dout.new_empty(dout.shape, dtype=dtype)]
+    made += [torch.empty_like(dout)] if scales_sum and scale is not None else []
+    made += [] if bias is None else [dout.new_empty(dout.shape[1], dtype=bias)]
+    return made + ([torch.empty_like(pre)] if activates and pre is not None else [])
+
+
+@graph_operator("linear_starts", _start_shapes)
+def _linear_starts_op(
+    dout: Tensor, dtype: torch.dtype | None, bias: torch.dtype | None, pre: Tensor | None, approximate: str,
+    activates: bool, scale: Tensor | None, scales_sum: bool,
+) -> list[Tensor]:  # fmt: skip
+    made = _launch_starts(dout, dtype, bias, pre, approximate, activates, scale, scales_sum)
+    return [each for each in made if each is not None]
+
+
+def _starts_by_op(
+    dout: Tensor, dtype: torch.dtype | None, bias: torch.dtype | None, pre: Tensor | None, approximate: str,
+    activates: bool, scale: Tensor | None, scales_sum: bool,
+) -> list[Tensor | None]:  # fmt: skip
+    """Returns what :func:`_launch_starts` returns, by the operator, which returns no None."""
+    made = iter(_linear_starts_op(dout, dtype, bias, pre, approximate, activates, scale, scales_sum))
+    there = (
+        dtype is not None,
+        scales_sum and scale is not None,
+        bias is not None,
+        activates and pre is not None,
+    )
+    return [next(made) if each else None for each in there]
