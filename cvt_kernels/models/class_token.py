@@ -60,6 +60,8 @@ class ClassifierEntry(NamedTuple):
         last_stage: Returns the last stage, or the last block of a model without stages.
         blocks: Returns the list of a stage's blocks; None without stages.
         reads_class_token: Returns whether the head reads the class token alone, without hidden states.
+        forward: Computes such a call, or returns NotImplemented where upstream's forward has to; None for
+            upstream's.
     """
 
     name: str
@@ -68,6 +70,7 @@ class ClassifierEntry(NamedTuple):
     last_stage: Callable[[Any], nn.Module]
     blocks: Callable[[Any], nn.Module] | None
     reads_class_token: Callable[[Any, dict[str, Any]], bool]
+    forward: Callable[..., Any] | None = None
 
 
 def find_last(
@@ -100,11 +103,18 @@ def run(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Runs the ``own`` forward of a classifier, whose last block computes what the head reads."""
+    """Runs a classifier, whose last block computes what the head reads, by its entry or ``own`` forward."""
     last = find_last(model, entry, args, kwargs)
     if last is None:
         return own(model, *args, **kwargs)
-    return with_class_token_only(*last, lambda: own(model, *args, **kwargs))
+    upstream = original_class(type(model))
+    ours = entry.forward if _has_own_forward(upstream, upstream.forward) else None
+
+    def forward() -> Any:
+        result = NotImplemented if ours is None else ours(model, *args, **kwargs)
+        return own(model, *args, **kwargs) if result is NotImplemented else result
+
+    return with_class_token_only(*last, forward)
 
 
 @cached

@@ -188,9 +188,12 @@ class _Operator:
 def _steps_of(
     form: FoldedStage | TransformerBlock, x: Tensor, grid: tuple[int, int], class_token_only: bool
 ) -> list[Step]:
-    rows = class_token_of(x) if class_token_only else None
+    def operator_of(block: TransformerBlock, only: bool, **settings: Any) -> Step:
+        settings["rows"] = class_token_of(x) if only else None
+        return _Operator("transformer_block", transformer_block, (grid, block), settings)
+
     if isinstance(form, TransformerBlock):
-        return [_Operator("transformer_block", transformer_block, (grid, form), {"rows": rows})]
+        return [operator_of(form, class_token_only)]
     steps: list[Step] = [_Operator("conv_embedding", conv_embedding, (), _embedding_of(form))]
     if form.are_one:
         steps.append(functools.partial(_serve_as_one, form.blocks, grid, class_token_only))
@@ -198,12 +201,11 @@ def _steps_of(
         steps.append(functools.partial(_serve_and_drop, form, grid, class_token_only))
     else:
         for block in form.blocks:
-            is_last = block is form.blocks[-1]
+            only = class_token_only and block is form.blocks[-1]
             if isinstance(block, TransformerBlock):
-                settings = {"rows": rows if is_last else None, "inplace": bool(block.convs)}
-                steps.append(_Operator("transformer_block", transformer_block, (grid, block), settings))
+                steps.append(operator_of(block, only, inplace=bool(block.convs)))
             else:
-                steps.append(functools.partial(_serve_in_launches, block, grid, class_token_only and is_last))
+                steps.append(functools.partial(_serve_in_launches, block, grid, only))
     norm = form.parts.last_norm
     if norm is not None:
         steps.append(_Operator("layer_norm", layer_norm, (norm.weight, norm.bias), {"eps": norm.eps}))

@@ -6,6 +6,7 @@ The classes of ``cvt`` call :func:`cvt_kernels.models.forward.forward_block` the
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +27,7 @@ from ..blocks import (
     tokens_of_map,
 )
 from ..class_token import ClassifierEntry
-from ..forward import embed
+from ..forward import apply_layer_norm, embed
 
 
 def _embedding(upstream: str, name: str, forward: Callable[..., Tensor], *members: str) -> BlockEntry:
@@ -321,6 +322,26 @@ def _hf_reads_class_token(model: Any, call: dict[str, Any]) -> bool:
     return not (config.output_hidden_states if given is None else given) and bool(config.cls_token[-1])
 
 
+def _hf_classify(
+    model: Any,
+    pixel_values: Tensor,
+    labels: Any = None,
+    output_hidden_states: Any = None,
+    return_dict: Any = None,
+    **others: Any,
+) -> Any:
+    """Runs a ``CvtForImageClassification`` without hidden states; upstream takes the mean of one token."""
+    if labels is not None or others or model.config is not model.cvt.config:
+        return NotImplemented
+    outputs = model.cvt(pixel_values, output_hidden_states=output_hidden_states, return_dict=return_dict)
+    logits = model.classifier(apply_layer_norm(model.layernorm, outputs[1])[:, 0])
+    if isinstance(outputs, tuple):
+        return (logits, *outputs[2:])
+    # Imported where the model is.
+    record = sys.modules["transformers.modeling_outputs"].ImageClassifierOutputWithNoAttention
+    return record(logits=logits, hidden_states=outputs.hidden_states)
+
+
 _HF_CLASSIFIER = ClassifierEntry(
     name="CvtForImageClassification",
     arguments=("pixel_values", "labels", "output_hidden_states", "return_dict"),
@@ -328,6 +349,7 @@ _HF_CLASSIFIER = ClassifierEntry(
     last_stage=lambda self: self.cvt.encoder.stages[-1],
     blocks=lambda stage: stage.layers,
     reads_class_token=_hf_reads_class_token,
+    forward=_hf_classify,
 )
 
 
