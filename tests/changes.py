@@ -794,7 +794,7 @@ def _patched(classes: Callable[[nn.Module], list[Any]]) -> Callable[..., Iterato
     return run
 
 
-for _level in ("a part", "a part around the blocks", "a holder"):
+for _level in ("a part", "a part around the blocks", "a holder", "a block", "a stage"):
     change("members", f"the forward patched of the class of {_level}", is_global=True)(
         _patched(LEVELS[_level])
     )

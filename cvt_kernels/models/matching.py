@@ -253,7 +253,10 @@ def examine(block: nn.Module, entry: BlockEntry) -> ExaminedBlock:
     if isinstance(parts, BypassedParts):
         modules = [module for module, _ in parts.modules]
     known = ExaminedBlock(block, modules)  # first: what changes meanwhile is noticed
-    if not isinstance(parts, str) and _why_other_parts(block, entry, parts) is None:
+    if (
+        not isinstance(parts, str)
+        and (why_another_forward(block, entry) or _why_other_parts(block, entry, parts)) is None
+    ):
         known.parts = parts.prepared()
     return known
 
