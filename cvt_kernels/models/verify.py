@@ -297,7 +297,8 @@ def _bar_of(total: int, shown: bool) -> Any:
     from tqdm import tqdm  # not needed where nothing is verified
 
     file = sys.stderr if shown and sys.stderr.isatty() else io.StringIO()
-    return tqdm(total=total, desc="verify", unit="run", leave=False, file=file, disable=False)
+    settings = {"desc": "verify", "unit": "run", "leave": False, "mininterval": 0}  # each run is drawn
+    return tqdm(total=total, file=file, disable=False, **settings)
 
 
 def _note_run(bar: Any) -> None:
