@@ -15,7 +15,7 @@ demo: $(INSTALLED)
 	@$(BIN)/python -c "from cvt.tools.datasets import save_digits; save_digits('build/digits')"
 	@echo; $(BIN)/cvt classify build/digits/[0-4].png --checkpoint digits --top 1
 
-# Linters and the tests, side by side, in 8 to 21 minutes on 2 processors. The tests are
+# Linters and the tests, side by side, in 5 to 20 minutes on 2 processors. The tests are
 # the part of them that has every value of every parameter (tests/tiers.py). They have one more worker than processors, since
 # some wait; files with few but long tests are not left to the end, as --dist loadfile would.
 WORKERS := $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)

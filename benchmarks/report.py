@@ -51,11 +51,10 @@ SHORT = """\
 
     cvt bench --checkpoint microsoft/cvt-13 --batch-size 1 8 --peers openvino,openvino-int8,accelerate-int8
 
-`make results` makes this page from `benchmarks/results/`. [Every figure, and errors](measurements.md);
-[how they are measured](report.md). "Accelerated" is what `accelerate(model)` serves in evaluation on a CPU,
-`freeze=True` and `graphed` on a GPU. × is how many times as fast as Hugging Face's model, the median of the
-rounds' own ratios, in turns. Process memory is what a process that
-serves the accelerated model takes beyond what it had before, weights and packed copies included; 1 is Hugging
+[Every figure](measurements.md), `torch.compile` and errors too; [how they are measured](report.md);
+[beside other programs](accelerated.md#threads-of-a-cpu). "Accelerated" is what `accelerate(model)` serves on a
+CPU, `freeze=True` and `graphed` on a GPU. × is how many times as fast as Hugging Face's model, the median of
+the rounds' ratios. Process memory is what a process takes to serve, packed weights included; 1 is Hugging
 Face's. int8: 8-bit weights and inputs of layers, with the row's dtype between them; OpenVINO's are made by
 NNCF by default."""
 INTRODUCTION = """\
@@ -420,7 +419,7 @@ def short_page(rows: Sequence[Row]) -> str:
             parts += ["Milliseconds by events; in parentheses what a client waits.", lines(table)]
             parts += earlier(table)
         else:
-            shown = [key for key in COLUMNS if key != "onnxruntime"]
+            shown = [key for key in COLUMNS if key not in ("compile", "onnxruntime")]
             parts += [lines(cpu_table(its, (1, 8), shown)).replace(" ×", "×")]
     return "\n\n".join(parts) + "\n"
 
