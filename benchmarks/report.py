@@ -51,11 +51,11 @@ SHORT = """\
 
     cvt bench --checkpoint microsoft/cvt-13 --batch-size 1 8 --peers openvino,openvino-int8,accelerate-int8
 
-[Every figure](measurements.md), `torch.compile` and errors too; [how they are measured](report.md);
-[beside other programs](accelerated.md#threads-of-a-cpu). "Accelerated" is what `accelerate(model)` serves on a
-CPU, `freeze=True` and `graphed` on a GPU. × is how many times as fast as Hugging Face's model, the median of
-the rounds' ratios. Process memory is what a process takes to serve, packed weights included; 1 is Hugging
-Face's. int8: 8-bit weights and inputs of layers, with the row's dtype between them; OpenVINO's are made by
+[Every figure](measurements.md), `torch.compile` and errors too; [how](report.md); [beside other
+programs](accelerated.md#threads-of-a-cpu). "Accelerated" is what `accelerate(model)` serves on a CPU,
+`freeze=True` and `graphed` on a GPU. × is how many times as fast as Hugging Face's model, the median of rounds.
+Process memory is what a process takes to serve, packed weights included; 1 is Hugging Face's. int8: 8-bit
+weights and inputs of layers, the row's dtype between them; OpenVINO's are made by
 NNCF by default."""
 INTRODUCTION = """\
 # Every figure
