@@ -53,9 +53,9 @@ SHORT = """\
 
 [Every figure](measurements.md), `torch.compile` and errors too; [how](report.md); [beside other
 programs](accelerated.md#threads-of-a-cpu). "Accelerated" is what `accelerate(model)` serves on a CPU,
-`freeze=True` and `graphed` on a GPU. × is how many times as fast as Hugging Face's model, the median of rounds.
-Process memory is what a process takes to serve, packed weights included; 1 is Hugging Face's. int8: 8-bit
-weights and inputs of layers, the row's dtype between them; OpenVINO's are made by
+`freeze=True` and `graphed` on a GPU. × is how many times as fast as Hugging Face's model, the median of
+rounds. Process memory is what a process takes to serve, packed weights included; 1 is Hugging Face's.
+int8: 8-bit weights and inputs of layers, the row's dtype between them; OpenVINO's are made by
 NNCF by default."""
 INTRODUCTION = """\
 # Every figure
