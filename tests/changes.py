@@ -1155,7 +1155,10 @@ _BACKWARD_HOOKS: dict[str, Callable[[Any], Any]] = {
 
 def _hooked(register: Callable[[Any], Any], level: str) -> Callable[..., Iterator[None]]:
     def run(model: nn.Module, source: Source) -> Iterator[None]:
-        handle = register(source.choice(LEVELS[level](model)))
+        places = LEVELS[level](model)
+        if level == "a stage" and register in _BACKWARD_HOOKS.values():
+            places = places[1:] or places  # the first one gets images, which need no gradient
+        handle = register(source.choice(places))
         yield
         handle.remove()
         yield
