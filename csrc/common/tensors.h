@@ -111,7 +111,7 @@ inline int64_t class_tokens_of(const Tensor& x, int64_t height, int64_t width, i
 
 // Checks a weight or a bias of the channels of x, of any floating dtype.
 inline void check_parameter(const char* name, const Tensor& tensor, const Tensor& x) {
-  const int64_t channels = x.size(x.dim() - 1);
+  const int64_t channels = channels_of("x", x);
   expect(tensor.dim() == 1 && tensor.size(0) == channels, name, tensor, "(channels,) of the ", channels, " channels of x");
   expect(same_device(tensor, x), name, tensor, "the device of x");
   dtype_of(name, tensor);

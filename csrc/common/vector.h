@@ -31,9 +31,28 @@ constexpr int kVectorBytes = 16;
 #define LAMBDA_INLINE __attribute__((always_inline))
 #endif
 
+// The compiler's vector types; written one by one, since the attribute is lost on the parameter of a template.
 template <class E, int bytes>
-struct Native {
-  using Type [[gnu::vector_size(bytes)]] = E;
+struct Native;
+template <int bytes>
+struct Native<float, bytes> {
+  typedef float Type __attribute__((vector_size(bytes)));
+};
+template <int bytes>
+struct Native<double, bytes> {
+  typedef double Type __attribute__((vector_size(bytes)));
+};
+template <int bytes>
+struct Native<uint32_t, bytes> {
+  typedef uint32_t Type __attribute__((vector_size(bytes)));
+};
+template <int bytes>
+struct Native<int32_t, bytes> {
+  typedef int32_t Type __attribute__((vector_size(bytes)));
+};
+template <int bytes>
+struct Native<uint16_t, bytes> {
+  typedef uint16_t Type __attribute__((vector_size(bytes)));
 };
 
 template <class E>
