@@ -13,7 +13,7 @@ import json
 import os
 import stat
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from ..messages import stacklevel_of_caller
 from .key import digest, machine_key
 
 _SCHEMA, _VERSION = "cvt-kernels choices", 2
+_LOCK_SECONDS = 10.0  # that a process waits while another one writes
 
 #: The beginning of a flaw that may pass, such as a full disk or a killed compiler.
 FAILS_HERE = "fails here: "
@@ -138,11 +139,23 @@ def remember(device: torch.device, new: Mapping[str, Entry]) -> str | None:
         file.parent.mkdir(0o755, parents=True, exist_ok=True)
         if (reason := _why_not_trusted(file.parent.stat())) is not None:
             return f"{file.parent}: {reason}"
-        known = _read_or_warn(file, key) if os.path.exists(file) else {}
-        _write(file, key, {**known, **lasting})
+        with _locked(file.with_suffix(".lock")):
+            known = _read_or_warn(file, key) if os.path.exists(file) else {}
+            _write(file, key, {**known, **lasting})
     except OSError as error:
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)
     return None
+
+
+@contextlib.contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    """Holds a file lock within a block; without it the file stays whole, but another tuning may lose entries."""
+    from filelock import FileLock, Timeout
+
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(Timeout, OSError, NotImplementedError):
+            stack.enter_context(FileLock(file).acquire(timeout=_LOCK_SECONDS))
+        yield
 
 
 def _write(file: Path, key: Mapping[str, object], known: Mapping[str, Entry]) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,20 @@ def test_a_folder_that_others_may_write_is_not_written():
     folder.chmod(0o777)
     assert choices.remember(CPU, {"a": ENTRY}) == f"{folder}: every user may write it"
     assert choices.entries(CPU) == {"a": ENTRY}
+
+
+@pytest.mark.slow
+def test_processes_that_write_at_once_lose_nothing():
+    code = (
+        "import sys, torch\n"
+        "from cvt_kernels.tuning import choices\n"
+        "entry = choices.Entry('cpu', {})\n"
+        "for i in range(10):\n"
+        "    assert choices.remember(torch.device('cpu'), {f'{sys.argv[1]} {i}': entry}) is None\n"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code, name]) for name in "abc"]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert len(choices.read_file(choices.path(CPU), machine_key.machine_key(CPU))) == 30
 
 
 # The machine key ------------------------------------------------------------------------------------------
