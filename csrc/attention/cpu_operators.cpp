@@ -45,7 +45,7 @@ void check(const Tensor& q, const Tensor& k, const Tensor& v) {
 }
 
 Tensor attend_to(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const Position* position) {
-  static const Kernels& loops = *choose(PRODUCT_TABLES);
+  const Kernels& loops = *choose(PRODUCT_TABLES);
   const Tensor queries = with_adjacent_channels(q);
   const Tensor keys = with_adjacent_channels(k);
   const Tensor values = with_adjacent_channels(v);

@@ -84,8 +84,8 @@ inline InstructionSet find_instruction_set() {
   return set;
 }
 
-// The table for this CPU among KERNEL_TABLES and the like, which the first call chooses for the Kernels of a family: the
-// last one where there is none for its latest set.
+// The table for this CPU among KERNEL_TABLES and the like, of which a family has one: the first call of its Kernels chooses, and
+// takes the last one where there is none for its latest set.
 template <class Kernels, int count>
 const Kernels* choose(const Kernels* const (&tables)[count]) {
   static const Kernels* const chosen = tables[std::min(static_cast<int>(find_instruction_set()), count - 1)];

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 namespace cvt_kernels {
 
@@ -57,11 +58,30 @@ class Pool {
   template <class F>
   void run(int64_t count, const F& f) {
     if (count == 1) return f(0);
-    hush(count);
     Job job{[](const void* given, int64_t place) { (*static_cast<const F*>(given))(place); }, &f, count - 1, count - 1};
     open(job);
     f(0);
     close(job);
+  }
+
+  // Keeps PyTorch's threads, of which there are `theirs`, from spinning behind its operators on the cores of ours, while models
+  // are served. They are libgomp's, which spin for long only if there are no more of them than CPUs (its manual,
+  // GOMP_SPINCOUNT): so a thread starts a team that brings libgomp above the number of CPUs, and leaves it idle. It ends when no
+  // call has come for 0.1 s, lest training wait for threads that sleep. With twice as many CPUs both have cores of their own.
+  // A process that is forked meanwhile inherits libgomp's count.
+  void hush(int64_t theirs) {
+    if (theirs == 1 || hushes_.load(std::memory_order_relaxed) || hushes_.exchange(true)) return;
+    try {
+      std::thread([this, theirs] {
+        const int64_t available = cpus();
+        if (theirs <= available && available < 2 * theirs) start_team(available - theirs + 2);
+        while (is_serving()) {
+        }
+        hushes_.store(false);
+      }).detach();
+    } catch (const std::system_error&) {  // Linux has no more threads
+      hushes_.store(false);
+    }
   }
 
  private:
@@ -86,33 +106,6 @@ class Pool {
    private:
     std::atomic_flag& flag_;
   };
-
-  // Keeps PyTorch's threads from spinning behind its operators on the cores of ours, while models are served. They are
-  // libgomp's, which spin for long only if there are no more of them than CPUs (its manual, GOMP_SPINCOUNT): so a thread takes
-  // a team of idle ones, and gives it up when no call has come for 0.1 s, lest training wait for threads that sleep.
-  void hush(int64_t count) {
-    using Parallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
-    static const auto parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-    calls_.fetch_add(1, std::memory_order_relaxed);
-    if (parallel == nullptr || hushes_.load(std::memory_order_relaxed) || hushes_.exchange(true)) return;
-    try {
-      std::thread([this, count] {
-        cpu_set_t cpus;
-        const int64_t available = sched_getaffinity(0, sizeof cpus, &cpus) == 0 ? CPU_COUNT(&cpus) : 0;
-        // PyTorch has as many threads as we. On twice as many CPUs both have cores of their own.
-        if (count <= available && available < 2 * count) {
-          parallel([](void*) {}, nullptr, static_cast<unsigned>(available - count + 2), 0);
-        }
-        for (int64_t seen = -1; seen != calls_.load();) {
-          seen = calls_.load();
-          std::this_thread::sleep_for(std::chrono::milliseconds(100));
-        }
-        hushes_.store(false);
-      }).detach();
-    } catch (const std::system_error&) {  // Linux has no more threads
-      hushes_.store(false);
-    }
-  }
 
   static Pool*& current() {
     static Pool* pool = new Pool;  // never destroyed: its threads may outlive the end of main
@@ -165,6 +158,40 @@ class Pool {
     return nullptr;
   }
 
+  static int64_t cpus() {
+    cpu_set_t set;
+    return sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 0;
+  }
+
+  // Starts threads of libgomp's that belong to this one, and do nothing.
+  static void start_team(int64_t count) {
+    using Parallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
+    static const auto parallel = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    static const bool is_libgomp = parallel != nullptr && dlsym(RTLD_DEFAULT, "__kmpc_fork_call") == nullptr;
+    if (!is_libgomp) return;
+    // Where Linux refuses a thread, libgomp ends the process: so many are tried before.
+    std::atomic<bool> ends{false};
+    std::vector<std::thread> tried;
+    bool refused = false;
+    try {
+      for (int64_t i = 1; i < count; i++) tried.emplace_back([&] { ends.wait(false); });
+    } catch (const std::system_error&) {
+      refused = true;
+    }
+    ends.store(true);
+    ends.notify_all();
+    for (std::thread& each : tried) each.join();
+    if (!refused) parallel([](void*) {}, nullptr, static_cast<unsigned>(count), 0);
+  }
+
+  // Whether a call came or ran within the next 0.1 s.
+  bool is_serving() {
+    const int32_t seen = posted_.load();
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    const Lock lock(flag_);
+    return posted_.load() != seen || first_ != nullptr;
+  }
+
   void work() {
     for (;;) {
       const int32_t seen = posted_.load();
@@ -181,8 +208,7 @@ class Pool {
   std::atomic_flag flag_;           // of the three below
   Job* first_ = nullptr;            // the calls that are running
   int64_t wanted_ = 0, threads_ = 0;  // threads that they ask for, and that there are
-  std::atomic<int32_t> posted_{0};   // calls so far, for those that wait for one
-  std::atomic<int64_t> calls_{0};
+  std::atomic<int32_t> posted_{0};   // calls so far
   std::atomic<bool> hushes_{false};  // whether there is a thread that does
 };
 

@@ -122,6 +122,7 @@ inline void for_steps(const std::vector<Step>& steps, bool served = true) {
     }
   };
   if (served) {
+    if (count > 1) Pool::instance().hush(threads());
     Pool::instance().run(count, run);
   } else {
     parallel_for(count, 1, [&](int64_t begin, int64_t end) {

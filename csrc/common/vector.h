@@ -34,26 +34,20 @@ constexpr int kVectorBytes = 16;
 // The compiler's vector types; written one by one, since the attribute is lost on the parameter of a template.
 template <class E, int bytes>
 struct Native;
-template <int bytes>
-struct Native<float, bytes> {
-  typedef float Type __attribute__((vector_size(bytes)));
-};
-template <int bytes>
-struct Native<double, bytes> {
-  typedef double Type __attribute__((vector_size(bytes)));
-};
-template <int bytes>
-struct Native<uint32_t, bytes> {
-  typedef uint32_t Type __attribute__((vector_size(bytes)));
-};
-template <int bytes>
-struct Native<int32_t, bytes> {
-  typedef int32_t Type __attribute__((vector_size(bytes)));
-};
-template <int bytes>
-struct Native<uint16_t, bytes> {
-  typedef uint16_t Type __attribute__((vector_size(bytes)));
-};
+#define NATIVE(E)                                       \
+  template <int bytes>                                  \
+  struct Native<E, bytes> {                             \
+    typedef E Type __attribute__((vector_size(bytes))); \
+  };
+NATIVE(float)
+NATIVE(double)
+NATIVE(int32_t)
+NATIVE(uint32_t)
+NATIVE(int16_t)
+NATIVE(uint16_t)
+NATIVE(int8_t)
+NATIVE(uint8_t)
+#undef NATIVE
 
 template <class E>
 struct Vector {

@@ -8,10 +8,7 @@
 
 namespace cvt_kernels::linear {
 
-inline const Kernels& kernels() {
-  static const Kernels& chosen = *choose(PRODUCT_TABLES);
-  return chosen;
-}
+inline const Kernels& kernels() { return *choose(PRODUCT_TABLES); }
 
 // The dtype of a tensor that these kernels can serve.
 inline DType served_dtype(const char* name, const Tensor& tensor) {

@@ -6,10 +6,7 @@
 
 namespace cvt_kernels::linear_int8 {
 
-inline const Kernels& kernels() {
-  static const Kernels& chosen = *choose(INTEGER_TABLES);
-  return chosen;
-}
+inline const Kernels& kernels() { return *choose(INTEGER_TABLES); }
 
 // Checks a packed weight.
 inline void expect_weight(const Tensor& packed, int64_t outputs, int64_t inputs) {

@@ -99,10 +99,7 @@ Step attend(const Kernels& kernels, DType dtype, Block& block, int64_t queries) 
 
 // Blocks with three convolutions ------------------------------------------------------------------------------
 
-const Kernels& kernels() {
-  static const Kernels& chosen = *choose(PRODUCT_TABLES);
-  return chosen;
-}
+const Kernels& kernels() { return *choose(PRODUCT_TABLES); }
 
 // Packs the weight (channels, 1, k, k) of a convolution with the scale, shift, mean and variance of its BatchNorm, which
 // are contiguous and of one dtype.
@@ -320,10 +317,7 @@ namespace {
 
 constexpr int64_t kMostTwice = 8;  // in how many rows one may have its hidden channels made twice
 
-const Kernels& kernels() {
-  static const Kernels& chosen = *choose(PRODUCT_TABLES);
-  return chosen;
-}
+const Kernels& kernels() { return *choose(PRODUCT_TABLES); }
 
 Tensor pack_depthwise(const Tensor& weight, const std::optional<Tensor>& bias) {
   const DType dtype = linear::served_dtype("weight", weight);

@@ -149,7 +149,7 @@ def remember(device: torch.device, new: Mapping[str, Entry]) -> str | None:
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Holds a file lock within a block; without it the file stays whole, but another tuning may lose entries."""
+    """Holds a file lock within a block; where there is none, the file stays whole, but may lose entries."""
     from filelock import FileLock, Timeout
 
     with contextlib.ExitStack() as stack:

@@ -35,7 +35,7 @@ def test_a_choice_is_remembered_and_others_stay():
     choices.remember(CPU, {"b": ENTRY, "a": ENTRY._replace(chosen="reference")})
     assert in_another_process() == {"a": ENTRY._replace(chosen="reference"), "b": ENTRY}
     assert choices.path(CPU).stat().st_mode & 0o777 == 0o644
-    assert [path.suffix for path in choices.path(CPU).parent.iterdir()] == [".json"]
+    assert {path.suffix for path in choices.path(CPU).parent.iterdir()} == {".json", ".lock"}
 
 
 def test_choices_of_another_process_are_kept():
