@@ -51,7 +51,7 @@ def scores_within(factor: int) -> int:
 
 
 def sampled(
-    most: int, *fields: str, times: Callable[[Record], int] = lambda call: 1, written: str = ""
+    most: int, *fields: str, times: Callable[[Record], int] = lambda call: 1, written: str | None = None
 ) -> Callable[[int, Record], Record]:
     """Returns a function that cuts a call to its first images, with ``most`` elements of x together.
 

@@ -198,8 +198,7 @@ def linear_add(call: Record) -> Tensor:
     x, weight, bias, residual, inplace, scale, scales_sum = call
     if scale is not None or modes.wants_gradient(x, weight, bias, residual):
         return _Linear.apply(x, weight, bias, None, residual, contiguous(scale), scales_sum)
-    settings: dict[str, Any] = {"memory_format": torch.contiguous_format}
-    out = residual if inplace else torch.empty_like(residual, dtype=sum_dtype(x, residual), **settings)
+    out = residual if inplace else _sum_like(residual, sum_dtype(x, residual))
     _launch_add(*matrices(x, weight, bias), None if inplace else residual.contiguous(), out)
     return out
 
