@@ -198,7 +198,9 @@ def linear_add(call: Record) -> Tensor:
     x, weight, bias, residual, inplace, scale, scales_sum = call
     if scale is not None or modes.wants_gradient(x, weight, bias, residual):
         return _Linear.apply(x, weight, bias, None, residual, contiguous(scale), scales_sum)
-    out = residual if inplace else _sum_like(residual, sum_dtype(x, residual))
+    out = residual
+    if not inplace:  # as _sum_like, without a call
+        out = torch.empty_like(residual, dtype=sum_dtype(x, residual), memory_format=torch.contiguous_format)
     _launch_add(*matrices(x, weight, bias), None if inplace else residual.contiguous(), out)
     return out
 
