@@ -29,9 +29,10 @@ from cvt.files import replacing
 from cvt.tools.commands.bench.contenders import CONTENDERS, made, mode_of
 from cvt.tools.commands.bench.models import build_subject
 from cvt.tools.commands.bench.workers import Job
+from cvt.tools.commands.compile.launches import kernel_name
 from cvt_kernels.tuning import clock
 
-from .floors import Ceilings, ForwardLaunch, Recorder, kernel_name
+from .floors import Ceilings, ForwardLaunch, Recorder
 from .models import DEVICE
 from .report import KERNELS
 

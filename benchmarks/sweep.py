@@ -26,13 +26,11 @@ from torch import Tensor
 
 from cvt.tools.commands.compile import launches
 from cvt.tools.commands.compile.gpus import LIMITS
-from cvt.tools.commands.compile.triton_kernels import specialize
 from cvt_kernels import launch, machine
 from cvt_kernels.launch import launching
 from cvt_kernels.launch.launching import Launch
 from cvt_kernels.ops.cards import Sweep, all_cards, matrix
 
-from .floors import kernel_name
 from .kernels import Report
 
 FASTEST = 8  # configurations that are written of each size
@@ -72,13 +70,13 @@ def launched(name: str, stage: int, batch: int, config: Any, device: str = "meta
             STAGES[stage - 1], torch.bfloat16, chip, batch=batch, training=space.training, device=device
         )
     wanted = space.launched or space.kernel
-    return [each for each in made if kernel_name(each.kernel.__name__) == wanted]
+    return [each for each in made if launches.kernel_name(each.kernel.__name__) == wanted]
 
 
 def compile_ahead(name: str, stage: int, batch: int, config: Any, arch: int) -> None:
     """Compiles a configuration into Triton's cache; it raises whatever Triton does."""
     for each in launched(name, stage, batch, config):
-        specialize(each, arch).compile()
+        launching.specialize(each, arch).compile()
 
 
 def microseconds(run: Callable[[], Any]) -> float:

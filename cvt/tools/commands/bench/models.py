@@ -6,7 +6,6 @@ import copy
 import tempfile
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from cvt.checkpoints import Checkpoint, read_checkpoint
@@ -15,7 +14,7 @@ from cvt.factory import SEED, create_model, randomize
 from cvt.huggingface import CheckpointError, save_huggingface, why_inexpressible
 from cvt.model import CvT
 
-from ...evaluation import cost
+from ...evaluation import cost, count_operations
 from ..pyramids import PYRAMIDS, build_pyramid, quiet_transformers
 
 
@@ -109,13 +108,7 @@ def _check_no_pyramid(checkpoint: Checkpoint) -> None:
 
 def operations(name: str, model: nn.Module, image_size: int) -> int:
     """Counts the operations of a forward of one image with torch's own counter, a sum being one too."""
-    from torch.utils.flop_counter import FlopCounterMode  # 0.2 s, which other commands need not wait for
-
-    computing_nothing = copy.deepcopy(model).to("meta").eval()
-    counter = FlopCounterMode(display=False)
     try:
-        with torch.no_grad(), counter:
-            computing_nothing(torch.empty(1, 3, image_size, image_size, device="meta"))
+        return count_operations(copy.deepcopy(model).to("meta").eval(), 1, 3, image_size, image_size)
     except RuntimeError as error:
         raise ValueError(f"image_size: got {image_size}, which {name} does not take: {error}") from error
-    return int(counter.get_total_flops())

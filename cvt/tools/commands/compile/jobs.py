@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import multiprocessing
-import operator
 import os
 import signal
 from collections.abc import Sequence
@@ -19,8 +18,8 @@ from cvt_kernels.launch import launching
 
 from ..process import temporary_files_together
 from .gpus import LIMITS
-from .launches import TRITON_OPERATORS, image_size_of, is_of, stages_of
-from .triton_kernels import Resources, TritonKernel, specialize
+from .launches import TRITON_OPERATORS, image_size_of, is_of, kernel_name, stages_of
+from .triton_kernels import Resources, examine
 
 
 class LaunchCase(NamedTuple):
@@ -38,7 +37,7 @@ class LaunchCase(NamedTuple):
 class Job(NamedTuple):
     """One compilation, and the cases that the kernel serves, with its launches in each."""
 
-    source: TritonKernel
+    source: launching.TritonKernel
     cases: dict[LaunchCase, list[launching.Launch]]
 
 
@@ -58,7 +57,7 @@ class Row(NamedTuple):
         """Returns the row of a job that was compiled."""
         cases, arch = list(job.cases), job.source.arch
         dtypes = list(dict.fromkeys(case.dtype for case in cases))
-        about = f"sm_{arch}", cases[0].operator, job.source.label, dtypes, cases
+        about = f"sm_{arch}", cases[0].operator, kernel_name(job.source.name), dtypes, cases
         return cls(*about, resources, resources.flaws(arch))
 
 
@@ -74,7 +73,7 @@ def triton_jobs(asked: Any) -> list[Job]:
     ):
         case = LaunchCase(name, dtype, model, size or image_size_of(model), batch, stage, mode)
         for launch in launches_of(case, arch):
-            kernel = specialize(launch, arch)
+            kernel = launching.specialize(launch, arch)
             job = jobs.setdefault(repr(kernel), Job(kernel, {}))
             job.cases.setdefault(case, []).append(launch)
     return list(jobs.values())
@@ -97,7 +96,6 @@ def compile_all(jobs: Sequence[Job], processes: int | None) -> list[Row]:
     A single process is this one.
     """
     processes = processes or len(os.sched_getaffinity(0))
-    examine = operator.methodcaller("examine")
     with temporary_files_together(), contextlib.ExitStack() as stack:
         run: Any = map
         if processes > 1:

@@ -5,8 +5,8 @@ The operators run on meta tensors, and their launches are recorded instead of st
 
 from __future__ import annotations
 
+import functools
 import itertools
-from typing import NamedTuple
 
 import torch
 
@@ -30,7 +30,12 @@ def image_size_of(model: str) -> int:
 
 def is_of(operator: str, model: str) -> bool:
     """Returns whether a model has an operator."""
-    return (operator in _OF_PYRAMIDS) == (model in PYRAMIDS)
+    return _LAUNCHES[operator].of_pyramids == (model in PYRAMIDS)
+
+
+def kernel_name(function: str) -> str:
+    """Returns the name of a kernel of this project by that of its function in Triton."""
+    return function.strip("_").removesuffix("_kernel")
 
 
 def stages_of(model: str, image_size: int) -> list[Stage]:
@@ -63,32 +68,27 @@ def stages(model: str, image_size: int | None = None) -> list[Stage]:
     return shapes
 
 
-class Recorded(NamedTuple):
-    """Launches of a stage for an operator, or for a variant of its calls."""
-
-    launches: Launches
-
-    def __call__(
-        self,
-        stage: Stage,
-        dtype: torch.dtype,
-        chip: launching.Chip,
-        *,
-        batch: int = 256,
-        training: bool = True,
-        device: str = "meta",
-    ) -> list[launching.Launch]:
-        """Returns the launches, planned for a GPU; they can be started on tensors of a ``device``."""
-        with launching.recorded_launches(chip) as launches, torch.set_grad_enabled(training):
-            self.launches.run(Step(stage, dtype, batch, training, device))
-        return launches
+def _recorded(
+    launches: Launches,
+    stage: Stage,
+    dtype: torch.dtype,
+    chip: launching.Chip,
+    *,
+    batch: int = 256,
+    training: bool = True,
+    device: str = "meta",
+) -> list[launching.Launch]:
+    """Returns the launches of a stage, planned for a GPU; they can be started on tensors of a ``device``."""
+    with launching.recorded_launches(chip) as recorded, torch.set_grad_enabled(training):
+        launches.run(Step(stage, dtype, batch, training, device))
+    return recorded
 
 
-#: What the cards of operators with Triton kernels launch, by name.
-TRITON_OPERATORS: dict[str, Recorded] = {
-    name: Recorded(launches)
+_LAUNCHES = {
+    name: launches
     for operator, card in all_cards().items()
     if {"triton", "gluon"} & backends.implementations[operator].keys()
     for name, launches in card.stages.items()
 }
-_OF_PYRAMIDS = frozenset(name for name, each in TRITON_OPERATORS.items() if each.launches.of_pyramids)
+#: What the cards of operators with Triton kernels launch, by name.
+TRITON_OPERATORS = {name: functools.partial(_recorded, launches) for name, launches in _LAUNCHES.items()}

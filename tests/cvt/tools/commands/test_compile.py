@@ -13,7 +13,7 @@ from cvt.tools import commands as cli
 from cvt.tools.commands.compile import gpus, jobs, launches, triton_kernels
 from cvt.tools.commands.compile.dependencies import overwritten
 from cvt.tools.commands.compile.report import SCHEMA, VERSION
-from cvt.tools.commands.compile.triton_kernels import Resources, Usage
+from cvt.tools.commands.compile.triton_kernels import Resources
 from tests.checks import bad, leave_the_interpreter
 from tests.processes import run_python
 
@@ -83,7 +83,7 @@ def test_a_spill_fails_the_command(tmp_path):
 @pytest.mark.parametrize("flawed", [(), (0,), (1,), (0, 1)])
 def test_a_flaw_of_any_kernel_fails_the_command(flawed, monkeypatch, capsys):
     case = jobs.LaunchCase("attention", "bfloat16", "cvt_13", 224, 256, 3, "inference")
-    resources = Resources.of(Usage(32, 0, 1024, 0), 90, 128)
+    resources = Resources.of(90, 128, {"REG": 32, "STACK": 0, "SHARED": 1024, "LOCAL": 0})
     rows = [
         jobs.Row(
             "sm_90", "attention", name, ["bfloat16"], [case], resources, ["spills"] if i in flawed else []
@@ -103,7 +103,8 @@ def test_flaws():
     """On sm_90 a block may have 227 KiB of shared memory, and a multiprocessor has 65536 registers."""
 
     def flaws(registers, stack, shared, local, threads=128):
-        return Resources.of(Usage(registers, stack, shared + 1024, local), 90, threads).flaws(90)
+        usage = {"REG": registers, "STACK": stack, "SHARED": shared + 1024, "LOCAL": local}
+        return Resources.of(90, threads, usage).flaws(90)
 
     assert flaws(255, 0, 227 * 1024, 0) == []
     assert flaws(255, 8, 0, 0) == flaws(255, 0, 0, 8) == ["spills: 8 bytes"]
@@ -118,9 +119,9 @@ def test_the_interpreter_compiles_nothing(capsys, monkeypatch):
 
 def test_what_does_not_compile_is_named():
     program = (
-        "from cvt.tools.commands.compile.triton_kernels import TritonKernel\n"
+        "from cvt.tools.commands.compile.triton_kernels import TritonKernel, examine\n"
         "module = 'cvt_kernels.ops.attention.triton.backward'\n"
-        "TritonKernel(90, module, '_attention_bwd_kernel', {}, {}, {}, {}).examine()"
+        "examine(TritonKernel(90, module, '_attention_bwd_kernel', {}, {}, {}, {}))"
     )
     result = run_python(program, TRITON_INTERPRET="0")
     assert "RuntimeError: _attention_bwd_kernel does not compile for sm_90: " in result.stderr
@@ -131,8 +132,8 @@ LAUNCHED = """
 import os, torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from cvt.tools.commands.compile import launches, triton_kernels
-from cvt_kernels.launch.launching import Chip
+from cvt.tools.commands.compile import launches
+from cvt_kernels.launch.launching import Chip, specialize
 
 class Driver:
     get_current_device = get_current_stream = lambda self, *device: 0
@@ -144,7 +145,7 @@ driver.set_active(Driver())
 stage = launches.stages("cvt_13")[0]
 embed = launches.TRITON_OPERATORS["conv_embedding"]
 for launch in embed(stage, torch.bfloat16, Chip(90, 132), batch=1, training=False):
-    compiled = triton_kernels.specialize(launch, 90).compile()
+    compiled = specialize(launch, 90).compile()
     kept = sorted(os.listdir(os.environ["TRITON_CACHE_DIR"]))
     found = launch.kernel.warmup(**launch.arguments, grid=launch.grid, **launch.options)
     assert found.hash == compiled.hash
