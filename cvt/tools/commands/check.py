@@ -13,6 +13,7 @@ from torch import Tensor
 import cvt_kernels as ck
 from cvt.checkpoints import local_place
 from cvt.extras import require
+from cvt.images import open_image
 
 from .common import print_result
 from .paths import reporting
@@ -106,8 +107,6 @@ def _load(place: str) -> tuple[Any, dict[str, Any]]:
 
 def _photo(place: str, path: str) -> Tensor:
     """Prepares a photograph as the checkpoint asks for."""
-    from cvt.images import open_image  # lazy: Pillow would slow down --help
-
     processor = require("transformers", "hf").AutoImageProcessor.from_pretrained(place)
     with open_image(path) as photo:
         pixels: Tensor = processor(images=photo.convert("RGB"), return_tensors="pt")["pixel_values"]

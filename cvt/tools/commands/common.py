@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,15 +28,14 @@ from cvt.config import (
 from cvt.factory import create_model
 from cvt.hub import PRETRAINED
 from cvt.huggingface import Preprocessing
+from cvt.images import load_images, read_labels
 from cvt.model import CvT
 from cvt.segmentation import CvTSegmenter
 from cvt_kernels.messages import printable
 
+from ..datasets import DIGITS, Batches, Corrupt, ImageDataset, RandomCrop, open_dataset, open_parts
+from ..label_maps import has_label_maps, open_label_maps
 from .paths import STDOUT, InputPath
-
-if TYPE_CHECKING:
-    from ..datasets import Batches, Corrupt, ImageDataset, RandomCrop
-
 
 # Arguments ------------------------------------------------------------------------------------------------
 
@@ -193,15 +192,11 @@ class LoadedModel(NamedTuple):
 
     def read(self, photos: list[str]) -> Tensor:
         """Reads photographs as the model takes them: float32 (len(photos), 3, image_size, image_size)."""
-        from cvt.images import load_images  # lazy: Pillow would slow down --help
-
         upscale = self.checkpoint.preprocessing is not None
         return load_images(photos, self.image_size, crop_fraction=self.crop_fraction, upscale=upscale)
 
     def labels(self, file: str | None) -> list[str] | None:
         """Returns the class names from a file, or else the checkpoint's, or None."""
-        from cvt.images import read_labels
-
         return self.checkpoint.labels if file is None else read_labels(file, self.model.num_classes)
 
     def check_classes(self, classes: list[str], data: str) -> None:
@@ -236,8 +231,6 @@ def open_calibration(
     arguments: argparse.Namespace, loaded: LoadedModel, images: int
 ) -> tuple[Batches, Batches]:
     """Opens ``--calibrate``: that many images, drawn by ``--seed``, and the held-out images."""
-    from ..datasets import Batches, open_parts  # lazy: Pillow would slow down --help
-
     source = arguments.calibrate
     fitted, held_out = open_parts(source, loaded.image_size, crop_fraction=loaded.crop_fraction)
     loaded.check_classes(fitted.classes, f"--calibrate {source}")
@@ -265,9 +258,6 @@ def open_split(
     The arguments and errors are ``open_dataset``'s and ``open_label_maps``'s; data of the other kind raise
     ValueError.
     """
-    from ..datasets import DIGITS, open_dataset  # lazy: Pillow would slow down --help
-    from ..label_maps import has_label_maps, open_label_maps
-
     if head == "segment":
         if source == DIGITS:
             raise ValueError(

@@ -14,6 +14,7 @@ from cvt.model import CvT
 from cvt_kernels.messages import aligned
 from cvt_kernels.tuning import clock
 
+from ..datasets import Batches
 from ..evaluation import Cost, Evaluation, PixelEvaluation, cost, evaluate, evaluate_pixels
 from ..training.recipe import PRECISIONS
 from .check import PHOTO, check
@@ -51,8 +52,6 @@ def _evaluate(arguments: argparse.Namespace) -> int | None:
         return check(arguments)
     if arguments.data is None or arguments.photo is not None:
         raise ValueError("--data: got none or --photo beside it, expected it without --photo, or --check")
-    from ..datasets import Batches  # lazy: Pillow would slow down --help
-
     device = resolve_device(arguments.device)
     loaded = load_model(arguments, device)
     model, size, data = loaded.model, loaded.image_size, arguments.data

@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from cvt.files import filling, making, write_json
 
+from ..explanation import as_json, class_title, explain, figure_class, photograph, pictures
 from .common import MODEL, add, load_model, option, print_result, resolve_device
 from .paths import OutputPath
 
@@ -32,9 +33,6 @@ def _names_written(arguments: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def _explain(arguments: argparse.Namespace) -> None:
-    # lazy: Pillow would slow down --help.
-    from ..explanation import as_json, class_title, explain, figure_class, photograph, pictures
-
     photos, output = arguments.photos, Path(arguments.output)
     names = [Path(photo).stem for photo in photos]
     twice = next((name for name in names if names.count(name) > 1), None)

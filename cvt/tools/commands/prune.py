@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from tqdm import tqdm
@@ -14,6 +14,7 @@ from cvt.config import CvTConfig
 from cvt_kernels.messages import aligned
 from cvt_kernels.tuning import clock
 
+from ..datasets import Batches
 from ..evaluation import cost
 from ..weight_pruning import Saliency, hidden_units, prune_weights, pruned_config, why_unprunable
 from . import smaller
@@ -27,9 +28,6 @@ from .common import (
     print_result,
     resolve_device,
 )
-
-if TYPE_CHECKING:
-    from ..datasets import Batches
 
 _ROUNDS = 10  # of the measurement of speed
 

@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -18,13 +18,11 @@ from cvt.model import CvT
 from cvt.quantized import compact
 from cvt_kernels.quantization import QuantizationReport
 
+from ..datasets import Batches
 from ..evaluation import Evaluation
 from . import smaller
 from .common import load_model, open_calibration, option, positive_int, print_result, resolve_device
 from .smaller import evaluated
-
-if TYPE_CHECKING:
-    from ..datasets import Batches
 
 _ROUNDING = 1e-9  # of differences of fractions
 

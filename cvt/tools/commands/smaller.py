@@ -6,7 +6,7 @@ import argparse
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,10 @@ from cvt.files import replacing
 from cvt.huggingface import made_up_labels
 from cvt_kernels.messages import aligned
 
+from ..datasets import Batches
 from ..evaluation import Evaluation, evaluate
 from .common import BATCHES, MODEL, LoadedModel, add, option
 from .paths import OutputPath, add_json_argument, reporting
-
-if TYPE_CHECKING:
-    from ..datasets import Batches
 
 _SUFFIX = ".safetensors"
 _UNTOLD = ("command", "run", "json")  # arguments that are no settings

@@ -49,7 +49,6 @@ def test_a_stdout_of_ascii_gets_escapes(monkeypatch, classify):
 ENDED = """
 import os, signal, sys, tempfile
 from cvt.tools.commands import evaluate, explain, main
-import cvt.tools.explanation
 from cvt.tools.commands.compile import jobs
 
 folder, photo, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -72,7 +71,7 @@ def ended(*arguments):
 model = ("--checkpoint", "digits", "--device", "cpu")
 evaluate.evaluate = lambda *args, **kwargs: os.kill(os.getpid(), number)
 ended("evaluate", "--data", "digits", *model, "--json", folder + "/x.json")
-cvt.tools.explanation.pictures = lambda *args, **kwargs: os.kill(os.getpid(), number)
+explain.pictures = lambda *args, **kwargs: os.kill(os.getpid(), number)
 ended("explain", photo, *model, "--output", folder)
 jobs.triton_jobs = lambda selection: [jobs.Job(None, {})]
 jobs.examine = end
