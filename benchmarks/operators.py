@@ -164,13 +164,9 @@ def why_absent(operator: str, contender: Any) -> str | None:
         return backends.why_unavailable(operator, contender, DEVICE.type)
 
 
-def _declared(operator: str) -> Any:
-    return backends.operators[operator]
-
-
 def function(operator: str, contender: Any) -> Callable[[Any], Any]:
     """Returns a contender as a function of the record of a call."""
-    reference = _declared(operator).reference
+    reference: Any = backends.operators[operator].reference
     if contender == "reference":
         return reference
     if contender == COMPILED:
@@ -194,7 +190,7 @@ class Prepared:
     """
 
     def __init__(self, case: Case):
-        self.case, declared = case, _declared(case.operator)
+        self.case, declared = case, backends.operators[case.operator]
         call = case.calls(DEVICE.type)[case.call]
         self.call = call.map(tuner._copied)  # timed calls may change it, such as running statistics
         self.expected = tuner.Expected.of(declared.reference, call, declared.exact, declared.unrounded)
@@ -275,25 +271,18 @@ def time(benchmark: BenchmarkFixture, run: Callable[[], Any], made: Prepared) ->
     share_waited = (clock.waited_seconds() - waited) / (clock.now(DEVICE) - start)
     seconds = benchmark.stats.stats.median
     copied, multiplied = made.moved / seconds, made.flops / seconds
+    product = product_rate(DEVICE, made.case.dtype)
     benchmark.extra_info |= {
         "clock": how,
         "bytes": made.moved,
         "flops": made.flops,
         "gigabytes_per_second": copied / 1e9,
         "teraflop_per_second": multiplied / 1e12,
-        "percent_of_ceiling": 100 * max(copied / copy_rate(), multiplied / product_rate(made.case.dtype)),
+        "percent_of_ceiling": 100 * max(copied / copy_rate(DEVICE), multiplied / product),
         "peak_bytes": peak,
         "is_disturbed": share_waited > 0.1,
     }
 
 
-@functools.cache
-def copy_rate() -> float:
-    """Measures the bytes per second of a large copy, once in a process."""
-    return clock.copy_bandwidth(DEVICE)
-
-
-@functools.cache
-def product_rate(dtype: torch.dtype) -> float:
-    """Measures the operations per second of a large matrix product, once in a process."""
-    return clock.product_rate(DEVICE, dtype)
+#: The ceilings, each measured once in a process.
+copy_rate, product_rate = functools.cache(clock.copy_bandwidth), functools.cache(clock.product_rate)

@@ -308,7 +308,8 @@ def _page(captions: Iterable[str], photo: Image.Image, title: str) -> tuple[Any,
     """Returns a figure with the photograph below each caption, side by side, and its axes."""
     captions = list(captions)
     size = 5 * len(captions), 5 * photo.height / photo.width + 2
-    figure = figure_class()(figsize=size, dpi=100, layout="constrained")
+    new = require("matplotlib.figure", "explain").Figure  # outside of pyplot, which would ask for a display
+    figure = new(figsize=size, dpi=100, layout="constrained")
     figure.suptitle(title, parse_math=False)
     axes = figure.subplots(1, len(captions), squeeze=False)[0]
     for panel, caption in zip(axes, captions, strict=True):
@@ -346,8 +347,3 @@ def as_json(explanation: Explanation, labels: Sequence[str] | None = None) -> di
         ],
         "kept": explanation.kept[0].int().tolist(),
     }
-
-
-def figure_class() -> Any:
-    """Returns Matplotlib's ``Figure``."""
-    return require("matplotlib.figure", "explain").Figure  # not pyplot, which asks for a window system

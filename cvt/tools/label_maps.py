@@ -40,22 +40,10 @@ class LabelMapDataset(ImageDataset):
     palette. Labels are int64 (image_size, image_size). ValueError is also raised for more than 255 classes.
     """
 
-    def __init__(
-        self,
-        images: Sequence[Path],
-        labels: Sequence[Path],
-        classes: Sequence[str],
-        image_size: int,
-        *,
-        crop_fraction: float | None = 1.0,
-        random_crop: RandomCrop | None = None,
-    ):
-        if len(classes) > IGNORED:
-            raise ValueError(
-                f"classes: got {len(classes)}, expected at most {IGNORED}; {IGNORED} is no class"
-            )
-        options: dict[str, Any] = {"crop_fraction": crop_fraction, "random_crop": random_crop}
-        super().__init__(images, labels, classes, image_size, **options)
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **{"crop_fraction": 1.0, **options})
+        if (count := len(self.classes)) > IGNORED:
+            raise ValueError(f"classes: got {count}, expected at most {IGNORED}; {IGNORED} is no class")
 
     def _sample(self, index: int, image: Image.Image) -> tuple[Tensor, Tensor]:
         label_map = self._label_map(self.labels[index], image.size)

@@ -77,7 +77,11 @@ def prune_weights(
     if batches is not None:
         checks.check_kind("batches", batches, Iterable)
     chosen = saliency or ("magnitude" if batches is None else "taylor")
-    whole = _copy_of(model, whole_config)
+    whole = create_model(whole_config).to(next(model.parameters())).eval()  # without hooks
+    try:
+        whole.load_state_dict(model.state_dict())
+    except RuntimeError as error:
+        raise ValueError(f"model: has other modules than its configuration says: {error}") from error
     if chosen == "magnitude":
         saliencies = {path: _magnitudes(block) for path, block in _blocks(whole).items()}
     elif batches is None:
@@ -96,16 +100,6 @@ def why_unprunable(model: nn.Module) -> str | None:
     if layers:
         return f"is quantized ({layers[0]}), expected floating point: prune first, then quantize"
     return None
-
-
-def _copy_of(model: nn.Module, config: CvTConfig) -> nn.Module:
-    """Returns a model of the same weights, without hooks and in evaluation mode."""
-    copy = create_model(config).to(next(model.parameters()))
-    try:
-        copy.load_state_dict(model.state_dict())
-    except RuntimeError as error:
-        raise ValueError(f"model: has other modules than its configuration says: {error}") from error
-    return copy.eval()
 
 
 # Sizes ----------------------------------------------------------------------------------------------------

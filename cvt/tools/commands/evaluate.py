@@ -18,7 +18,7 @@ from ..datasets import Batches
 from ..evaluation import Cost, Evaluation, PixelEvaluation, cost, evaluate, evaluate_pixels
 from ..training.recipe import PRECISIONS
 from .check import PHOTO, check
-from .common import BATCHES, MODEL, add, load_model, open_split, option, print_result, resolve_device
+from .common import BATCHES, MODEL, add, load_model, open_split, option, print_result
 from .paths import InputPath, add_json_argument, reporting
 
 _WORST = 10  # classes of a report
@@ -52,8 +52,7 @@ def _evaluate(arguments: argparse.Namespace) -> int | None:
         return check(arguments)
     if arguments.data is None or arguments.photo is not None:
         raise ValueError("--data: got none or --photo beside it, expected it without --photo, or --check")
-    device = resolve_device(arguments.device)
-    loaded = load_model(arguments, device)
+    loaded = load_model(arguments)
     model, size, data = loaded.model, loaded.image_size, arguments.data
     options: dict[str, Any] = {"classes": loaded.checkpoint.labels, "corrupt": arguments.corrupt}
     options["crop_fraction"] = loaded.crop_fraction
@@ -68,11 +67,11 @@ def _evaluate(arguments: argparse.Namespace) -> int | None:
         costs = cost(model.config, size)
         names = ("checkpoint", "data", "batch_size", "precision")
         setting = {name: getattr(arguments, name) for name in names}
-        setting |= {"image_size": size, "token_keep": model.config.token_keep, "device": str(device)}
+        setting |= {"image_size": size, "token_keep": model.config.token_keep, "device": str(loaded.device)}
         report_json(setting | as_json(evaluation, costs, labels))
     if evaluation.is_disturbed:
         warnings.warn(clock.DISTURBED, stacklevel=1)
-    setup = f"{size}×{size} pixels, {arguments.precision} on {device}"
+    setup = f"{size}×{size} pixels, {arguments.precision} on {loaded.device}"
     heading = f"{arguments.checkpoint} on {data}, {setup}"
     print_result(arguments, [heading, "", report(evaluation, costs, labels)])
     return None

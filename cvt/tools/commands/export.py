@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    loaded = load_model(arguments, "cpu")
+    loaded = load_model(arguments)  # on the CPU
     size, config = loaded.image_size, loaded.model.config
     # The report ends first: where it cannot be written, --output stays as it was.
     with replacing(arguments.output) as file, reporting(arguments.json) as report_json:
@@ -107,7 +107,11 @@ def export(
         ModuleNotFoundError: For ONNX: the ``export`` extra is not installed.
         OSError: The file cannot be written.
     """
-    runtime = _import_onnxruntime() if format == "onnx" else None
+    runtime = None
+    if format == "onnx":
+        for module in ("onnx", "onnxscript"):  # torch.onnx imports them
+            require(module, "export")
+        runtime = require("onnxruntime", "export")
     shape = _IMAGES, model.config.in_chans, image_size, image_size
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), replacing(path) as scratch:
@@ -180,12 +184,6 @@ def _run(path: Path, batches: tuple[Tensor, ...], onnxruntime: ModuleType | None
     session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
     logits = [session.run(None, {"images": images.numpy()})[0] for images in batches]
     return torch.cat([torch.from_numpy(part) for part in logits])
-
-
-def _import_onnxruntime() -> ModuleType:
-    for module in ("onnx", "onnxscript"):  # torch.onnx imports them
-        require(module, "export")
-    return require("onnxruntime", "export")
 
 
 @contextlib.contextmanager

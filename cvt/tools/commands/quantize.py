@@ -21,7 +21,7 @@ from cvt_kernels.quantization import QuantizationReport
 from ..datasets import Batches
 from ..evaluation import Evaluation
 from . import smaller
-from .common import load_model, open_calibration, option, positive_int, print_result, resolve_device
+from .common import load_model, open_calibration, option, positive_int, print_result
 from .smaller import evaluated
 
 _ROUNDING = 1e-9  # of differences of fractions
@@ -55,8 +55,7 @@ def _points(text: str) -> float:
 
 def _quantize(arguments: argparse.Namespace) -> None:
     smaller.check_output(arguments.output)
-    device = resolve_device(arguments.device)
-    loaded = load_model(arguments, device)
+    loaded = load_model(arguments)
     if loaded.checkpoint.quantized:
         raise ValueError(f"--checkpoint: {loaded.checkpoint.path} is quantized already")
     classifier = loaded.classifier
@@ -77,7 +76,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
         report, quantized = _fewest(classifier, model, report, least, write, answers)
         before = smaller.accuracy(unquantized) | {"bytes": smaller.size_of(classifier)}
         after = smaller.accuracy(quantized) | {"bytes": file.stat().st_size}
-        given = smaller.settings(arguments, loaded, device)
+        given = smaller.settings(arguments, loaded)
         given |= {"calibration_images": len(images.dataset), "held_out_images": quantized.images}
         report_json(given | {"before": before, "after": after, "layers": _layers(report)})
     heading = (

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -95,10 +94,10 @@ def size_of(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
-def settings(arguments: argparse.Namespace, loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
+def settings(arguments: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
     """Returns the settings of a command for its JSON."""
     given = {name: value for name, value in vars(arguments).items() if name not in _UNTOLD}
-    return given | {"image_size": loaded.image_size, "device": str(device)}
+    return given | {"image_size": loaded.image_size, "device": str(loaded.device)}
 
 
 def accuracy(evaluation: Evaluation | None) -> dict[str, float | None]:

@@ -15,7 +15,6 @@ from cvt.config import Head
 from cvt.segmentation import pixel_loss
 
 from ..evaluation import Sums, add_up, add_up_pixels
-from .recipe import TrainConfig
 
 
 class Task(NamedTuple):
@@ -66,10 +65,3 @@ TASKS: dict[Head, Task] = {
         {"mixup": 0, "cutmix": 0, "rand_augment": 0, "random_erasing": 0, "distillation": "none"},
     ),
 }
-
-
-def check_options(head: Head, config: TrainConfig) -> None:
-    """Raises for a training option that does not apply to a head."""
-    for name, expected in TASKS[head].unfit.items():
-        if getattr(config, name) != expected:
-            raise ValueError(f"{name}: got {getattr(config, name)}, expected {expected} for head={head!r}")

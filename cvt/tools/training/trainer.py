@@ -39,7 +39,7 @@ from ..datasets import Batches, ImageDataset
 from .augment import Augment
 from .logs import Logs
 from .recipe import PRECISIONS, TrainConfig, distillation_loss, learning_rate, parameter_groups
-from .tasks import TASKS, check_options
+from .tasks import TASKS
 
 LAST, LOCK = "last.pth", ".lock"
 
@@ -109,8 +109,8 @@ class Trainer:
     ):
         self.config, self.device, self.output = config, torch.device(device), Path(output)
         self.rank, self.world_size = rank_and_world_size()
-        _check(model, train_set, val_set, config, teacher, self.world_size)
         self.task = TASKS[model.config.head]
+        self._check(model, train_set, val_set, teacher)
         if (self.output / LAST).exists() and not resume:
             raise ValueError(
                 f"output: {self.output / LAST} exists; go on with --resume, or choose another directory"
@@ -134,7 +134,7 @@ class Trainer:
             self.ema = AveragedModel(self.model, multi_avg_fn=average, use_buffers=True)
         if graph:
             graphed(self.model)  # before DDP
-        self.wrapped: nn.Module = self.model
+        self.wrapped: Any = self.model
         if self.world_size > 1:
             self.wrapped = DistributedDataParallel(self.model)
             if config.sync_bn:
@@ -151,6 +151,26 @@ class Trainer:
             self._load()
         self.output.mkdir(parents=True, exist_ok=True)
         self.logs = Logs(self.output, self.epoch * self.steps_per_epoch) if self.rank == 0 else None
+
+    def _check(
+        self, model: Any, train_set: ImageDataset, val_set: ImageDataset, teacher: nn.Module | None
+    ) -> None:
+        config, count = self.config, self.world_size * self.config.accumulate
+        if train_set.classes != val_set.classes:
+            in_one_only = sorted(set(train_set.classes) ^ set(val_set.classes))
+            raise ValueError(f"data: train and val have different classes: {', '.join(in_one_only[:5])}")
+        for name, expected in self.task.unfit.items():
+            if (got := getattr(config, name)) != expected:
+                raise ValueError(f"{name}: got {got}, expected {expected} for head={model.config.head!r}")
+        if config.batch_size % count:
+            raise ValueError(
+                f"batch_size: got {config.batch_size}, expected a multiple of {count}, {config.accumulate} "
+                f"micro-batches for each of {self.world_size} processes"
+            )
+        if (teacher is None) != (config.distillation == "none"):
+            raise ValueError(
+                f"teacher: expected one with distillation soft or hard only, not {config.distillation}"
+            )
 
     def fit(
         self, *, report: Callable[[dict[str, float]], None] | None = None, progress: bool = False
@@ -236,7 +256,9 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for i, (images, labels) in enumerate(micro_batches):
             images, targets = self.augment(images.to(self.device), labels.to(self.device))
-            with self._synchronized(i == len(micro_batches) - 1):
+            # The processes exchange gradients once per step, with its last micro-batch.
+            is_exchanging = self.world_size == 1 or i == len(micro_batches) - 1
+            with contextlib.nullcontext() if is_exchanging else self.wrapped.no_sync():
                 with self._autocast:
                     logits = self.wrapped(images)
                 loss = self._loss(logits.float(), images, targets) / len(micro_batches)
@@ -262,12 +284,6 @@ class Trainer:
         teacher = getattr(teacher, "logits", teacher)
         distilled = distillation_loss(logits, teacher, config.distillation, config.temperature)
         return (1 - config.distillation_weight) * loss + config.distillation_weight * distilled
-
-    def _synchronized(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """Lets the processes exchange gradients once per step, with its last micro-batch."""
-        if isinstance(self.wrapped, DistributedDataParallel) and not is_last:
-            return self.wrapped.no_sync()
-        return contextlib.nullcontext()
 
     def _losses(self, pending: list[Tensor], first: int) -> list[float]:
         losses = torch.stack(pending)
@@ -381,26 +397,3 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         elif before != after:
             texts.append(f"{shown(name)[1:-1]} {shown(before)}, now {shown(after)}")
     return texts
-
-
-def _check(
-    model: CvT | CvTSegmenter,
-    train_set: ImageDataset,
-    val_set: ImageDataset,
-    config: TrainConfig,
-    teacher: nn.Module | None,
-    world_size: int,
-) -> None:
-    if train_set.classes != val_set.classes:
-        in_one_only = sorted(set(train_set.classes) ^ set(val_set.classes))
-        raise ValueError(f"data: train and val have different classes: {', '.join(in_one_only[:5])}")
-    check_options(model.config.head, config)
-    if config.batch_size % (world_size * config.accumulate):
-        raise ValueError(
-            f"batch_size: got {config.batch_size}, expected a multiple of {world_size * config.accumulate}, "
-            f"{config.accumulate} micro-batches for each of {world_size} processes"
-        )
-    if (teacher is None) != (config.distillation == "none"):
-        raise ValueError(
-            f"teacher: expected one with distillation soft or hard only, not {config.distillation}"
-        )

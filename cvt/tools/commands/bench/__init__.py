@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from cvt.config import DTYPES
+from cvt.extras import require
 from cvt.files import replacing
 
 from ..common import add, batch_size, option, positive_int, print_result, resolve_device
@@ -53,7 +54,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     from . import plots, results  # need the bench extra
 
     if arguments.plot is not None:
-        plots.figure_class()  # where Matplotlib is missing, it fails now
+        require("matplotlib.figure", "bench")  # where it is missing, this fails now
     names = ("checkpoint", "model", "images", "image_size", "rounds", "dtype", "train", "peers", "summary")
     settings = {name: getattr(arguments, name) for name in names}
     device = resolve_device(arguments.device)

@@ -59,14 +59,17 @@ def build_subject(model: str | None, checkpoint: str | None, image_size: int | N
         size = image_size or PYRAMIDS[model].image_size
         hf = build_pyramid(model, checkpoint, size)
         return Subject(model, weights, hf, None, size, operations(model, hf, size))
-    quiet_transformers()  # what is not installed fails before the weights are read
+    transformers = quiet_transformers()  # what is not installed fails before the weights are read
     loaded = None if checkpoint is None else read_checkpoint(checkpoint)
     if loaded is not None and model is None:
         _check_no_pyramid(loaded)
     name, ours = build_ours(model, loaded)
     size = image_size or default_image_size(name)
     count = 2 * cost(ours.config, size).multiply_adds
-    return Subject(str(name), weights, build_huggingface(ours), ours, size, count)
+    with tempfile.TemporaryDirectory() as scratch:
+        save_huggingface(ours, scratch)
+        hf = transformers.CvtForImageClassification.from_pretrained(scratch)
+    return Subject(str(name), weights, hf, ours, size, count)
 
 
 def build_ours(model: str | CvTConfig | None, checkpoint: Checkpoint | None) -> tuple[str | CvTConfig, CvT]:
@@ -83,13 +86,6 @@ def build_ours(model: str | CvTConfig | None, checkpoint: Checkpoint | None) -> 
     source = "Hugging Face" if checkpoint.card is None else "cvt train"
     name = model or checkpoint.preset or f"a CvT of {source}"
     return name, create_model(chosen, checkpoint=checkpoint, **overrides)
-
-
-def build_huggingface(ours: CvT) -> nn.Module:
-    """Builds Hugging Face's model with the weights of ours; it needs the ``bench`` extra."""
-    with tempfile.TemporaryDirectory() as scratch:
-        save_huggingface(ours, scratch)
-        return quiet_transformers().CvtForImageClassification.from_pretrained(scratch)
 
 
 def _check_no_pyramid(checkpoint: Checkpoint) -> None:

@@ -12,11 +12,6 @@ from .results import Results
 _OURS, _PEER = "#0072B2", "#999999"  # of Okabe and Ito, which the color-blind can tell apart
 
 
-def figure_class() -> Any:
-    """Returns Matplotlib's ``Figure``; outside of pyplot, which would ask for a display."""
-    return require("matplotlib.figure", "bench").Figure
-
-
 def throughput(results: Results) -> Any:
     """Draws the images per second of each contender, in a panel for each batch size.
 
@@ -25,7 +20,8 @@ def throughput(results: Results) -> Any:
     batches, config = results["batches"], results["config"]
     count = max(len(batch["rows"]) for batch in batches)
     size = 8, 0.5 + len(batches) * (0.8 + 0.4 * count)
-    figure = figure_class()(figsize=size, layout="constrained", facecolor="white")
+    new = require("matplotlib.figure", "bench").Figure  # outside of pyplot, which would ask for a display
+    figure = new(figsize=size, layout="constrained", facecolor="white")
     figure.get_layout_engine().set(h_pad=0.1)  # else a label below touches the next panel's title
     figure.suptitle(f"{config['model']}, {config['dtype']}{', training' if config['train'] else ''}")
     for axes, batch in zip(figure.subplots(len(batches), squeeze=False)[:, 0], batches, strict=True):

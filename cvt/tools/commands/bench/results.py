@@ -103,14 +103,13 @@ def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> tuple[float, f
 
 def text(results: Results) -> str:
     """Returns what was measured: the machine, the contenders, and a table with a line for each of them."""
-    config, machine, batches = results["config"], results["machine"], results["batches"]
-    where = "; ".join(machine["gpus"]) if config["device"] != "cpu" else machine["cpu"]
+    config, batches = results["config"], results["batches"]
     about = [
         (key, each["about"] if each["note"] is None else f"{each['about']}; not measured: {each['note']}")
         for key, each in results["contenders"].items()
     ]
     lines = [
-        f"{where}, torch {results['versions']['torch']}; cvt-kernels {machine['extension']}",
+        _machine(results),
         f"{config['model']}, {config['weights']}, {len(config['photos'])} photographs of "
         f"{config['image_size']}×{config['image_size']}, {config['dtype']} on {config['device']}, "
         f"{config['threads']} threads, {'training step' if config['train'] else 'forward'}, "
@@ -137,8 +136,7 @@ def text(results: Results) -> str:
 
 def summary(results: Results) -> str:
     """Returns what a newcomer asks: the machine, and ours beside Hugging Face's model in each batch size."""
-    config, machine = results["config"], results["machine"]
-    where = "; ".join(machine["gpus"]) if config["device"] != "cpu" else machine["cpu"]
+    config = results["config"]
     table = [["batch", "model", "images/s", "×", "ms", "process MiB", f"max |Δ {config['output']}|"]]
     for batch in results["batches"]:
         rows = {row["contender"]: row for row in batch["rows"]}
@@ -154,13 +152,19 @@ def summary(results: Results) -> str:
             table.append([size, name, *speed, held, _error(row["error"])])
     return "\n".join(
         [
-            f"{where}, torch {results['versions']['torch']}; cvt-kernels {machine['extension']}",
+            _machine(results),
             f"{config['model']}, {config['weights']}, {config['dtype']}, {len(config['photos'])} photographs",
             "",
             *aligned(table, right=(0, *range(2, len(table[0])))),
             "Process: all memory of a process that serves, beyond what it had before; Δ: against float64.",
         ]
     )
+
+
+def _machine(results: Results) -> str:
+    machine = results["machine"]
+    where = "; ".join(machine["gpus"]) if results["config"]["device"] != "cpu" else machine["cpu"]
+    return f"{where}, torch {results['versions']['torch']}; cvt-kernels {machine['extension']}"
 
 
 def table(results: Results, batch: dict[str, Any]) -> list[list[str]]:

@@ -122,16 +122,13 @@ class Runner:
     def answer(self, request: str, *arguments: Any) -> Any:
         """Calls the method of a request."""
         requested = self._job.requested if self._contender.is_ours else ("reference",)
-        with backends.requesting(*requested), self._freezing():
+        is_on_cpu = self._job.device.type == "cpu"
+        with backends.requesting(*requested), contextlib.ExitStack() as stack:
+            if self._contender.compile is not None and is_on_cpu and not self._job.train:
+                from torch._inductor import config  # takes a second
+
+                stack.enter_context(config.patch(freezing=True))  # the weights are folded in
             return getattr(self, request)(*arguments)
-
-    def _freezing(self) -> Any:
-        """Returns a context in which torch.compile folds the weights in, on a CPU in evaluation."""
-        if self._contender.compile is None or self._job.device.type != "cpu" or self._job.train:
-            return contextlib.nullcontext()
-        from torch._inductor import config  # takes a second
-
-        return config.patch(freezing=True)
 
     def first(self, batch_size: int) -> dict[str, float | None]:
         """Makes the contender and runs its first step; returns the seconds of ``load`` and of both."""

@@ -35,10 +35,10 @@ class LaunchCase(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One compilation, and the cases that the kernel serves, with its launches in each."""
+    """One compilation, and the cases that the kernel serves."""
 
     source: launching.TritonKernel
-    cases: dict[LaunchCase, list[launching.Launch]]
+    cases: dict[LaunchCase, None]
 
 
 class Row(NamedTuple):
@@ -74,8 +74,7 @@ def triton_jobs(asked: Any) -> list[Job]:
         case = LaunchCase(name, dtype, model, size or image_size_of(model), batch, stage, mode)
         for launch in launches_of(case, arch):
             kernel = launching.specialize(launch, arch)
-            job = jobs.setdefault(repr(kernel), Job(kernel, {}))
-            job.cases.setdefault(case, []).append(launch)
+            jobs.setdefault(repr(kernel), Job(kernel, {})).cases[case] = None
     return list(jobs.values())
 
 
