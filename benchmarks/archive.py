@@ -128,9 +128,9 @@ def restore(path: Path) -> None:
             source = Path(scratch)
             try:
                 with tarfile.open(path) as archive:
-                    files = [each for each in archive if each.isreg()]
-                    used = [each for each in files if each.name.split("/")[0] in (CHOICES, KERNELS, EXTENSION)]
-                    archive.extractall(source, used, filter="data")
+                    files, used = filter(tarfile.TarInfo.isreg, archive), {CHOICES, KERNELS, EXTENSION}
+                    members = [each for each in files if each.name.split("/")[0] in used]
+                    archive.extractall(source, members, filter="data")
             except (tarfile.TarError, EOFError) as error:
                 raise ValueError(f"{path}: is no archive of a stage") from error
         elif not path.is_dir():

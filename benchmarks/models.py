@@ -30,8 +30,8 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 #: Timed turns of a contender, each of a quarter of a second.
 ROUNDS = 10
 _told = [0.0]
-#: pytest-benchmark reads a timer before and after a call. This one stands still but for the seconds that it is
-#: told, which were measured elsewhere: in another process, or by a GPU's events.
+#: pytest-benchmark reads a timer before and after a call. This one stands still but for the seconds that it
+#: is told, which were measured elsewhere: in another process, or by a GPU's events.
 MARK = pytest.mark.benchmark(timer=lambda: sum(_told))
 
 
