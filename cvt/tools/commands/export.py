@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import io
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cvt.extras import require
 from cvt.files import replacing
@@ -26,9 +28,11 @@ from cvt.model import CvT
 from cvt.quantized import quantized_layers
 from cvt.segmentation import CvTSegmenter
 from cvt_kernels.backends import requesting
+from cvt_kernels.checks import dtype_name
+from cvt_kernels.ops.linear_int8.modules import QuantizedLayer
+from cvt_kernels.records import LEAST, LIMITS
 
 from .common import MODEL, add, load_model, option, print_result
-from .onnx_nodes import with_nodes
 from .paths import OutputPath, add_json_argument, reporting
 
 #: Largest accepted difference of the logits, relative to the largest logit.
@@ -200,3 +204,52 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+# Quantized layers -----------------------------------------------------------------------------------------
+
+# Their int8 values lie between QuantizeLinear and DequantizeLinear nodes (QDQ), followed by a float32
+# product; runtimes may fuse this pattern into integer products.
+_LIMIT = LIMITS[torch.int8]
+
+
+def with_nodes(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model whose int8 layers ``torch.onnx.export`` turns into nodes."""
+    model = copy.deepcopy(model)
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, QuantizedLayer):
+            if layer.weight.dtype != torch.int8:
+                dtype = dtype_name(layer.weight.dtype)
+                raise ValueError(f"its layer {path} is of {dtype}, expected int8 for ONNX")
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, _Nodes(layer))
+    return model
+
+
+class _Nodes(nn.Module):
+    """A int8 layer whose product consists of nodes."""
+
+    def __init__(self, layer: QuantizedLayer):
+        super().__init__()
+        self.layer = layer
+        vars(layer)["product"] = functools.partial(_product, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def _product(layer: QuantizedLayer, x: Tensor) -> Tensor:
+    """Computes the product of a layer with rows (..., inputs)."""
+    rows = x.flatten(0, -2)
+    largest = rows.abs().amax(1)  # by -1 onnxruntime would not reduce an empty tensor
+    scales = torch.where(largest < LEAST, 1.0, largest / _LIMIT)
+    numbers = _node("QuantizeLinear", rows, scales, torch.int8)
+    rows = _node("DequantizeLinear", numbers, scales, torch.float32)
+    weight = _node("DequantizeLinear", layer.weight, layer.weight_scale, torch.float32)
+    return F.linear(rows, weight, layer.bias).unflatten(0, x.shape[:-1])
+
+
+def _node(name: str, x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Stands for a node that returns ``dtype``, with a scale for each row."""
+    inputs = x, scales, torch.zeros_like(scales, dtype=torch.int8)
+    return torch.onnx.ops.symbolic(name, inputs, {"axis": 0}, dtype=dtype, shape=x.shape)

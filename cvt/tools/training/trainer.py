@@ -7,7 +7,9 @@ of its last complete epoch gives the same results: on a CPU, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
+import functools
 import gc
 import itertools
 import math
@@ -27,6 +29,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from cvt.card import ModelCard
+from cvt.extras import require
 from cvt.files import replacing
 from cvt.huggingface import BEST
 from cvt.model import CvT
@@ -37,7 +40,6 @@ from cvt_kernels.checks import shown
 
 from ..datasets import Batches, ImageDataset
 from .augment import Augment
-from .logs import Logs
 from .recipe import PRECISIONS, TrainConfig, distillation_loss, learning_rate, parameter_groups
 from .tasks import TASKS
 
@@ -62,6 +64,40 @@ def distributed(device: torch.device) -> Iterator[torch.device]:
     gc.collect()  # of what still holds the group, whose threads abort a process if they outlive Python
     dist.barrier()
     dist.destroy_process_group()  # not after an error, when the others may be waiting in another call
+
+
+class Logs:
+    """The writer of TensorBoard's event files and ``log.csv``; ModuleNotFoundError without TensorBoard."""
+
+    def __init__(self, directory: Path, step: int):
+        self._directory = directory
+        self._summary_writer, self._first = require("torch.utils.tensorboard", "train").SummaryWriter, step
+
+    @functools.cached_property
+    def _writer(self) -> Any:
+        """The writer of the event file, opened for the first value: a run that fails before leaves none."""
+        return self._summary_writer(str(self._directory), purge_step=self._first)
+
+    def step(self, step: int, **values: float) -> None:
+        """Writes values of one step to TensorBoard."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def epoch(self, step: int, history: list[dict[str, float]]) -> None:
+        """Writes the last epoch of ``history`` to TensorBoard, and all of them to ``log.csv``."""
+        self.step(step, **{name: value for name, value in history[-1].items() if name != "epoch"})
+        self._writer.flush()
+        with (
+            replacing(self._directory / "log.csv") as scratch,
+            open(scratch, "w", encoding="utf-8", newline="") as file,
+        ):
+            rows = csv.DictWriter(file, history[-1], lineterminator="\n")
+            rows.writeheader()
+            rows.writerows(history)
+
+    def close(self) -> None:
+        """Closes the event files."""
+        self._writer.close()
 
 
 class Trainer:

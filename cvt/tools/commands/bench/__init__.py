@@ -51,7 +51,7 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    from . import plots, results  # need the bench extra
+    from . import results  # needs the bench extra
 
     if arguments.plot is not None:
         require("matplotlib.figure", "bench")  # where it is missing, this fails now
@@ -64,4 +64,4 @@ def _bench(arguments: argparse.Namespace) -> None:
     print_result(arguments, [results.summary(measured) if arguments.summary else results.text(measured)])
     if arguments.plot is not None:
         with replacing(arguments.plot) as file:
-            plots.throughput(measured).savefig(file, format="png", dpi=150)
+            results.throughput(measured).savefig(file, format="png", dpi=150)

@@ -54,7 +54,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
     require("triton", "gpu")
-    from . import jobs, report
+    from . import jobs
 
     with naming_options("image_size"):
         plan = jobs.triton_jobs(arguments)
@@ -62,6 +62,6 @@ def _compile(arguments: argparse.Namespace) -> int:
         raise ValueError("--model, --operator, --stage: none of these models has such an operator or stage")
     rows = jobs.compile_all(plan, arguments.jobs)
     with reporting(arguments.json, indent=1) as report_json:
-        report_json(report.as_json(rows))
-    print_result(arguments, [*report.table(rows), "", *report.entry(rows)])
+        report_json(jobs.as_json(rows))
+    print_result(arguments, [*jobs.table(rows), "", *jobs.entry(rows)])
     return int(any(row.flaws for row in rows))

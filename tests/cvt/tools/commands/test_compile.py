@@ -12,7 +12,6 @@ from cvt.model import ConvEmbed, tokens_to_map
 from cvt.tools import commands as cli
 from cvt.tools.commands.compile import gpus, jobs, launches, triton_kernels
 from cvt.tools.commands.compile.dependencies import overwritten
-from cvt.tools.commands.compile.report import SCHEMA, VERSION
 from cvt.tools.commands.compile.triton_kernels import Resources
 from tests.checks import bad, leave_the_interpreter
 from tests.processes import run_python
@@ -36,7 +35,7 @@ def test_kernels_of_a_model(tmp_path):
     """CvT-13's embeddings of three stages: the first convolves too, the others follow PyTorch's."""
     arguments = ("--model", "cvt_13", "--operator", "conv_embedding", "--dtype", "bfloat16", "--jobs", "1")
     lines, report = compile_ahead(tmp_path, *arguments, "--batch-size", "64")
-    assert (report["schema"], report["version"]) == (SCHEMA, VERSION)
+    assert (report["schema"], report["version"]) == (jobs.SCHEMA, jobs.VERSION)
     names = ["conv_embedding_embed", "conv_embedding_normalize", "conv_embedding_normalize"]
     assert [row["kernel"] for row in report["kernels"]] == names
     heading, *cells, empty, entry = lines
