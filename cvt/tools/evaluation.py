@@ -22,6 +22,7 @@ from cvt_kernels.backends import requesting
 from cvt_kernels.tuning import clock
 
 LabeledImages = Iterable[tuple[Tensor, Tensor]]
+Answers = Iterator[tuple[Tensor, Tensor]]
 
 
 class Sums(NamedTuple):
@@ -98,26 +99,26 @@ class Cost(NamedTuple):
     multiply_adds: int
 
 
-@torch.no_grad()
-def add_up(
+def answers(
     model: Callable[[Tensor], Tensor],
     batches: LabeledImages,
     device: torch.device,
-    *,
     autocast: torch.dtype | None = None,
-    observe: Callable[[Tensor, Tensor, Tensor], None] | None = None,
-) -> Sums:
-    """Sums up loss and hits of a classifier over labeled images; synchronizes the device only at the end.
+) -> Answers:
+    """Yields labels and logits in float32 of every batch, on the device of the model."""
+    for images, labels in batches:
+        images, labels = images.to(device), labels.to(device)
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            logits = model(images)
+        yield labels, logits.float()
 
-    The arguments are as of :func:`evaluate`. ``model`` is in evaluation mode on the device; ``observe`` is
-    called for every batch with labels, logits and its (B, 5) most probable classes.
-    """
+
+@torch.no_grad()
+def add_up(answers: Answers, device: torch.device) -> Sums:
+    """Sums up loss and hits of a classifier in evaluation mode; synchronizes the device only at the end."""
     parts, count = [torch.zeros(3, device=device)], 0
-    for labels, logits in _answers(model, batches, device, autocast):
-        top = logits.topk(min(5, logits.shape[-1])).indices
-        if observe is not None:
-            observe(labels, logits, top)
-        hits = top == labels[:, None]
+    for labels, logits in answers:
+        hits = logits.topk(min(5, logits.shape[-1])).indices == labels[:, None]
         loss = F.cross_entropy(logits, labels, reduction="sum")
         parts.append(torch.stack([loss, hits[:, 0].sum(), hits.sum()]))
         count += len(labels)
@@ -127,28 +128,18 @@ def add_up(
 
 @torch.no_grad()
 def add_up_pixels(
-    model: Callable[[Tensor], Tensor],
-    batches: LabeledImages,
-    device: torch.device,
-    classes: int,
-    *,
-    autocast: torch.dtype | None = None,
-    observe: Callable[[Tensor, Tensor], None] | None = None,
-    together: bool = True,
+    answers: Answers, device: torch.device, classes: int, *, together: bool = True
 ) -> PixelEvaluation:
-    """Counts the confusion of a segmenter's pixels by torchmetrics, which the extra ``train`` installs.
+    """Counts the pixels of a segmenter in evaluation mode by torchmetrics, of the extra ``train``.
 
-    The arguments are as of :func:`evaluate_pixels`. ``model`` is in evaluation mode on the device; with
-    labels and logits of every batch ``observe`` is called before they are added; with ``together`` the pixels
-    of all processes are added up. Speed and memory are not measured, and ``images`` are of this process.
+    With ``together`` the pixels of all processes count. Speed and memory are not measured, and ``images`` are
+    of this process.
     """
     metrics = require("torchmetrics", "train")
     options = {"ignore_index": IGNORED, "validate_args": False, "sync_on_compute": together}
     counts = metrics.classification.MulticlassConfusionMatrix(classes, **options).to(device)
     loss, images = metrics.SumMetric(nan_strategy="disable", sync_on_compute=together).to(device), 0
-    for labels, logits in _answers(model, batches, device, autocast):
-        if observe is not None:
-            observe(labels, logits)
+    for labels, logits in answers:
         counts.update(logits.argmax(1), labels)
         loss.update(pixel_loss(logits, labels, reduction="sum"))
         images += len(labels)
@@ -158,20 +149,6 @@ def add_up_pixels(
     mean_loss = (loss.compute().cpu() / confusion.sum()).item()
     accuracy = (right.sum().double() / confusion.sum()).item()
     return PixelEvaluation(iou[occurring > 0].mean().item(), accuracy, mean_loss, iou, confusion, images)
-
-
-def _answers(
-    model: Callable[[Tensor], Tensor],
-    batches: LabeledImages,
-    device: torch.device,
-    autocast: torch.dtype | None,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields labels and logits in float32 of every batch, on the device."""
-    for images, labels in batches:
-        images, labels = images.to(device), labels.to(device)
-        with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            logits = model(images)
-        yield labels, logits.float()
 
 
 @torch.inference_mode()
@@ -188,16 +165,17 @@ def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype 
     """
     confusion = torch.zeros(0, 0, dtype=torch.int64)
 
-    def observe(labels: Tensor, logits: Tensor, top: Tensor) -> None:
+    def counted(answers: Answers) -> Answers:
         nonlocal confusion
-        observer.check(labels, logits)
-        if not len(confusion):
-            confusion = confusion.new_zeros(logits.shape[1], logits.shape[1])
-        places = labels.cpu(), top[:, 0].cpu()
-        confusion.index_put_(places, torch.ones_like(places[0]), accumulate=True)
+        for labels, logits in answers:
+            if not len(confusion):
+                confusion = confusion.new_zeros(logits.shape[1], logits.shape[1])
+            places = labels.cpu(), logits.topk(1).indices[:, 0].cpu()
+            confusion.index_put_(places, torch.ones_like(places[0]), accumulate=True)
+            yield labels, logits
 
     with _observing(model) as observer:
-        sums = add_up(observer.forward, batches, observer.device, autocast=autocast, observe=observe)
+        sums = add_up(counted(observer.answers(batches, autocast)), observer.device)
     if not sums.images:
         raise ValueError("batches: got no images, expected at least one")
     top1, top5, loss = (part / sums.images for part in (sums.top1, sums.top5, sums.loss))
@@ -225,8 +203,8 @@ def evaluate_pixels(
     """
     classes = cast(Any, model).config.num_classes
     with _observing(model) as observer:
-        settings: dict[str, Any] = {"autocast": autocast, "observe": observer.check, "together": False}
-        counted = add_up_pixels(observer.forward, batches, observer.device, classes, **settings)
+        found = observer.answers(batches, autocast)
+        counted = add_up_pixels(found, observer.device, classes, together=False)
     if not counted.confusion.sum():
         raise ValueError("batches: got no labeled pixels, expected at least one")
     return counted._replace(**observer.cost())
@@ -242,26 +220,15 @@ class _Observer:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Runs the model."""
+    def answers(self, batches: LabeledImages, autocast: torch.dtype | None) -> Answers:
+        """Yields labels and logits of every batch, which are checked, and times the forward passes."""
+        for number, (labels, logits) in enumerate(answers(self._forward, batches, self.device, autocast)):
+            _check(f"batches[{number}]", labels, logits)
+            yield labels, logits
+
+    def _forward(self, images: Tensor) -> Tensor:
         with self._times[len(images)].run(self.device):
             return self._model(images)
-
-    def check(self, labels: Tensor, logits: Tensor) -> None:
-        """Raises unless each image or pixel has a class (a pixel may have 255), and logits are finite."""
-        done = sum(len(times.seconds) for times in self._times.values())
-        name, classes, of_pixels = f"batches[{done - 1}]", logits.shape[1], logits.ndim > 2
-        expected = (len(logits), *logits.shape[2:])
-        if labels.dtype != torch.int64 or labels.shape != expected:
-            got = f"{tuple(labels.shape)} and dtype {labels.dtype}"
-            raise ValueError(f"{name}: got labels of shape {got}, expected {expected} and torch.int64")
-        wrong = labels[((labels < 0) | (labels >= classes)) & ((labels != IGNORED) | (not of_pixels))]
-        if len(wrong):
-            raise ValueError(
-                f"{name}: got label {int(wrong[0])}, expected 0 to {classes - 1}, the model's classes"
-            )
-        if not logits.isfinite().all():
-            raise ValueError(f"{name}: the model gives logits that are not finite")
 
     def cost(self) -> dict[str, Any]:
         """Returns ``images_per_second``, ``peak_memory`` and ``is_disturbed`` of :class:`Evaluation`."""
@@ -275,6 +242,22 @@ class _Observer:
             return {"images_per_second": None, "peak_memory": memory}
         speed, is_disturbed = size / times.median, times.is_disturbed
         return {"images_per_second": speed, "peak_memory": memory, "is_disturbed": is_disturbed}
+
+
+def _check(name: str, labels: Tensor, logits: Tensor) -> None:
+    """Raises unless each image or pixel has a class (a pixel may have 255), and logits are finite."""
+    classes, of_pixels = logits.shape[1], logits.ndim > 2
+    expected = (len(logits), *logits.shape[2:])
+    if labels.dtype != torch.int64 or labels.shape != expected:
+        got = f"{tuple(labels.shape)} and dtype {labels.dtype}"
+        raise ValueError(f"{name}: got labels of shape {got}, expected {expected} and torch.int64")
+    wrong = labels[((labels < 0) | (labels >= classes)) & ((labels != IGNORED) | (not of_pixels))]
+    if len(wrong):
+        raise ValueError(
+            f"{name}: got label {int(wrong[0])}, expected 0 to {classes - 1}, the model's classes"
+        )
+    if not logits.isfinite().all():
+        raise ValueError(f"{name}: the model gives logits that are not finite")
 
 
 @contextlib.contextmanager

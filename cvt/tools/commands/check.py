@@ -67,7 +67,12 @@ def check(arguments: argparse.Namespace) -> int:
 
 def _run(model: Any, place: str, photo: str | None, content: dict[str, Any]) -> list[str]:
     """Computes the first values and verifies the accelerated model; adds both to the content."""
-    image = _photo(place, photo) if photo else _random_image(model)
+    if photo:
+        image = _photo(place, photo)
+    else:
+        size = getattr(model.config, "image_size", None) or 224
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        image = torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         output = model(image)
     result = output.logits if "logits" in output else output[0]  # such as a depth
@@ -111,12 +116,6 @@ def _photo(place: str, path: str) -> Tensor:
     with open_image(path) as photo:
         pixels: Tensor = processor(images=photo.convert("RGB"), return_tensors="pt")["pixel_values"]
     return pixels
-
-
-def _random_image(model: Any) -> Tensor:
-    size = getattr(model.config, "image_size", None) or 224
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(0))
 
 
 def _numbers(values: Sequence[float]) -> str:

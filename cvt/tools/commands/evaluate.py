@@ -82,14 +82,14 @@ def _evaluate(arguments: argparse.Namespace) -> int | None:
 
 def report(evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str] | None = None) -> str:
     """Returns a table of the figures, and one of the classes with the lowest accuracy."""
-    figures_of = evaluation._asdict()
+    figures_of, speed = evaluation._asdict(), evaluation.images_per_second
     figures = [
         ("images", f"{evaluation.images}"),
         *((title, f"{score:.2%}") for name, title in _SCORES if (score := figures_of.get(name)) is not None),
         ("loss", f"{evaluation.loss:.4f}"),
         ("parameters", _scaled(costs.parameters)),
         ("multiply-adds", _scaled(costs.multiply_adds)),
-        ("images/s", _speed(evaluation)),
+        ("images/s", "too few batches" if speed is None else f"{speed:.1f}"),
         ("peak memory", f"{evaluation.peak_memory / 2**20:.0f} MiB"),
     ]
     return "\n".join([*aligned(figures, right=[1]), "", *aligned(_worst(evaluation, labels), right=[1, 2])])
@@ -131,11 +131,6 @@ def as_json(
         figures["per_class"] = [None if accuracy != accuracy else accuracy for accuracy in per_class]
     plain = {name: each.tolist() if isinstance(each, Tensor) else each for name, each in figures.items()}
     return plain | {"labels": None if labels is None else list(labels)}
-
-
-def _speed(evaluation: Evaluation | PixelEvaluation) -> str:
-    speed = evaluation.images_per_second
-    return "too few batches" if speed is None else f"{speed:.1f}"
 
 
 def _scaled(count: int) -> str:

@@ -39,9 +39,9 @@ from cvt_kernels import graphed
 from cvt_kernels.checks import shown
 
 from ..datasets import Batches, ImageDataset
+from ..evaluation import answers
 from .augment import Augment
-from .recipe import PRECISIONS, TrainConfig, distillation_loss, learning_rate, parameter_groups
-from .tasks import TASKS
+from .recipe import PRECISIONS, TASKS, TrainConfig, distillation_loss, learning_rate, parameter_groups
 
 LAST, LOCK = "last.pth", ".lock"
 
@@ -344,9 +344,8 @@ class Trainer:
         These are ``val_loss``, and ``top1`` and ``top5``; of a segmenter ``miou``, ``pixel_accuracy`` and
         ``iou/CLASS`` for each class.
         """
-        model, together = (self.ema or self.model).eval(), self.world_size > 1
-        options = {"classes": self.card.labels, "autocast": self._dtype, "together": together}
-        return self.task.evaluate(model, self.val_batches, self.device, **options)
+        found = answers((self.ema or self.model).eval(), self.val_batches, self.device, self._dtype)
+        return self.task.evaluate(found, self.device, self.card.labels, self.world_size > 1)
 
     def _save(self) -> None:
         """Writes ``last.pth``, and before it ``best.pth`` if this is the best epoch so far."""

@@ -11,6 +11,7 @@ from cvt.files import replacing
 from ..common import add, batch_size, option, positive_int, print_result, resolve_device
 from ..paths import InputPath, OutputPath, add_json_argument, reporting
 from ..pyramids import NAMES, SIZES
+from .contenders import CONTENDERS
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
@@ -32,12 +33,8 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     text = "measure a training step instead of a forward pass"
     option(bench, "--train", text, action="store_true")
     text = (
-        "contenders besides hf and those of ours that are always measured, comma-separated: compile, "
-        "compile-max, eager, openvino, openvino-int8, onnxruntime, cvt-frozen, accelerate-frozen, "
-        "accelerate-int8, cvt-compile, accelerate-compile, accelerate-frozen-compile, cvt-graphed, "
-        "accelerate-graphed, accelerate-live-graphed, accelerate-int8-graphed, accelerate-float8-graphed "
-        "(always measured: hf, cvt, accelerate, and in evaluation cvt-frozen and accelerate-frozen or, on a "
-        "GPU, cvt-graphed and accelerate-graphed)"
+        f"contenders, comma-separated: {', '.join(CONTENDERS)} (always measured: hf, cvt, accelerate, and in "
+        "evaluation cvt-frozen and accelerate-frozen or, on a GPU, cvt-graphed and accelerate-graphed)"
     )
     names = {"type": lambda names: names.split(","), "default": ["hf"], "metavar": "NAMES"}
     option(bench, "--peers", text, **names)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from cvt.checkpoints import Checkpoint, read_checkpoint
-from cvt.config import PRESETS, CvTConfig, default_image_size
+from cvt.config import PRESETS, default_image_size
 from cvt.factory import SEED, create_model, randomize
 from cvt.huggingface import CheckpointError, save_huggingface, why_inexpressible
 from cvt.model import CvT
@@ -69,10 +69,10 @@ def build_subject(model: str | None, checkpoint: str | None, image_size: int | N
     with tempfile.TemporaryDirectory() as scratch:
         save_huggingface(ours, scratch)
         hf = transformers.CvtForImageClassification.from_pretrained(scratch)
-    return Subject(str(name), weights, hf, ours, size, count)
+    return Subject(name, weights, hf, ours, size, count)
 
 
-def build_ours(model: str | CvTConfig | None, checkpoint: Checkpoint | None) -> tuple[str | CvTConfig, CvT]:
+def build_ours(model: str | None, checkpoint: Checkpoint | None) -> tuple[str, CvT]:
     """Returns our model's name, and the model with Hugging Face's activation and without drop path."""
     overrides: dict[str, Any] = {"activation": "gelu", "drop_path_rate": 0.0}
     if checkpoint is None:

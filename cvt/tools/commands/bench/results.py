@@ -92,16 +92,12 @@ def run(
     }
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Returns the median and the quartiles of at least one value."""
-    at_least_two = [*values, *values] if len(values) == 1 else values
+def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> tuple[float, float, float]:
+    """Returns how many times as fast as the baseline something is: median, quartiles of the rounds."""
+    ratios = [b / s for b, s in zip(baseline, seconds, strict=True)]
+    at_least_two = ratios if len(ratios) > 1 else 2 * ratios
     low, median, high = statistics.quantiles(at_least_two, n=4, method="inclusive")
     return median, low, high
-
-
-def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> tuple[float, float, float]:
-    """Returns how many times as fast as the baseline something is, by the rounds' own ratios."""
-    return quartiles([b / s for b, s in zip(baseline, seconds, strict=True)])
 
 
 def text(results: Results) -> str:
