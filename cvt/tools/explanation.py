@@ -90,10 +90,7 @@ def explain(model: CvT, images: Tensor) -> Explanation:
     rows = [0] if model.config.pool == "cls" else list(range(queries - tokens, queries))
     start = torch.zeros(queries).to(matrices[0])
     start[rows] = 1 / len(rows)
-    probabilities = ck.attention_map(
-        last.q, last.k, rows=rows, scale=last.attention.scale, position=last.attention.position_for(last.grid)
-    ).probabilities
-    seen = _mean(probabilities, last.kept[:, None, rows, None], 2)
+    seen = _mean(last.map(rows).probabilities, last.kept[:, None, rows, None], 2)
     attention = seen[..., -math.prod(last.key_grid) :].unflatten(-1, last.key_grid)
     spread = spread_keys(last.grid, last.stride, class_token=queries > tokens).to(start)
     in_last = torch.stack([call.kept for call in calls if call.stage == last.stage], 1)
@@ -149,6 +146,13 @@ class _AttentionCall(NamedTuple):
         height, width = ((tokens - 1) // self.stride + 1 for tokens in self.grid)
         return height, width
 
+    def map(self, rows: list[int]) -> ck.AttentionMap:
+        """Returns what some of the queries attend to."""
+        grids = {"grid": self.key_grid, "query_grid": self.grid}
+        position = self.attention.position_for(self.grid)
+        options = {"scale": self.attention.scale, "position": position, **grids}
+        return ck.attention_map(self.q, self.k, rows=rows, **options)
+
 
 def _record(model: CvT, images: Tensor) -> tuple[Tensor, list[_AttentionCall]]:
     """Returns the logits, and what the attention of every block was called with, in order."""
@@ -191,15 +195,7 @@ def _summarize(call: _AttentionCall, keep: bool) -> tuple[BlockAttention, Tensor
     distance: list[Tensor] = []
     matrix: list[Tensor] = []
     for rows in torch.arange(call.q.shape[1]).split(_ROWS):
-        part = ck.attention_map(
-            call.q,
-            call.k,
-            rows=rows.tolist(),
-            scale=call.attention.scale,
-            grid=call.key_grid,
-            query_grid=call.grid,
-            position=call.attention.position_for(call.grid),
-        )
+        part = call.map(rows.tolist())
         entropy.append(part.entropy)
         distance.append(cast(Tensor, part.distance))  # there is a grid
         if keep:

@@ -78,7 +78,9 @@ def _quantize(arguments: argparse.Namespace) -> None:
         after = smaller.accuracy(quantized) | {"bytes": file.stat().st_size}
         given = smaller.settings(arguments, loaded)
         given |= {"calibration_images": len(images.dataset), "held_out_images": quantized.images}
-        report_json(given | {"before": before, "after": after, "layers": _layers(report)})
+        rows = [row._asdict() for row in report]  # an SQNR that is not known or not finite is null
+        layers = [row | {"sqnr": row["sqnr"] if math.isfinite(row["sqnr"] or 0) else None} for row in rows]
+        report_json(given | {"before": before, "after": after, "layers": layers})
     heading = (
         f"{arguments.output}: {arguments.checkpoint}, calibrated on {len(images.dataset)} images of "
         f"{arguments.calibrate}, measured on {quantized.images} others"
@@ -133,9 +135,3 @@ def _fewest(
     kept, reason = order[:count], "is kept, since it loses more than others, for the sake of top-1"
     rows = [row._replace(weight="float", reason=reason) if row.path in kept else row for row in report]
     return QuantizationReport(rows), evaluations[count]
-
-
-def _layers(report: QuantizationReport) -> list[dict[str, Any]]:
-    """Returns the rows of a report for JSON; an SQNR that is not known or not finite is null."""
-    rows = [row._asdict() for row in report]
-    return [row | {"sqnr": row["sqnr"] if math.isfinite(row["sqnr"] or 0) else None} for row in rows]
