@@ -184,18 +184,12 @@ def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype 
 
 @torch.inference_mode()
 def evaluate_pixels(
-    model: nn.Module,
-    batches: LabeledImages,
-    *,
-    autocast: torch.dtype | None = None,
+    model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype | None = None
 ) -> PixelEvaluation:
-    """Evaluates a segmenter on images with label maps; every labeled pixel counts the same.
+    """Evaluates a :class:`cvt.CvTSegmenter` on images with label maps; every labeled pixel counts the same.
 
-    Args:
-        model: A :class:`cvt.CvTSegmenter`. Runs in evaluation mode and is left in the modes it had.
-        batches: Pairs of images (B, 3, H, W) and labels (B, H, W), int64: classes from 0, or 255 for pixels
-            that do not count.
-        autocast: As in :func:`evaluate`.
+    The batches are pairs of images (B, 3, H, W) and labels (B, H, W), int64: classes from 0, or 255 for
+    pixels that do not count. The rest is as in :func:`evaluate`.
 
     Raises:
         ModuleNotFoundError: torchmetrics is not installed.

@@ -112,15 +112,10 @@ def open_label_maps(
 ) -> LabelMapDataset:
     """Opens a folder of images and label maps as a data set.
 
-    Args:
-        source: A folder with ``train/images/NAME.jpg``, ``train/labels/NAME.png`` and the same in ``val/``;
-            its ``classes.txt``, if it has one, names a class in each line.
-        split: ``"train"`` or ``"val"``.
-        image_size: Pixels of each side of the tensors.
-        classes: The names without ``classes.txt``; None for numbers up to the largest in all label maps,
-            which are all read for that.
-        random_crop: As in :class:`LabelMapDataset`.
-        corrupt: ``"error"`` raises for a label map that cannot be read for that, ``"skip"`` warns.
+    The folder has ``train/images/NAME.jpg``, ``train/labels/NAME.png`` and the same in ``val/``. Its
+    ``classes.txt``, if it has one, names a class in each line; without it ``classes`` does, or None for
+    numbers up to the largest in all label maps, which are all read for that: for one that cannot be read
+    ``corrupt="error"`` raises, ``"skip"`` warns. The rest is as in :class:`LabelMapDataset`.
 
     Raises:
         FileNotFoundError: There is no such folder, or an image has no label map.

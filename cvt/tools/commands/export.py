@@ -94,17 +94,9 @@ def export(
     """Writes a model, in evaluation mode and float32 on the CPU, for any number of images of one size.
 
     The file takes float32 ``images`` (B, in_chans, image_size, image_size) to the model's ``logits`` by
-    PyTorch's or ONNX's own operators. Before it replaces ``path`` it is read back and compared with the model
-    on random images, an ONNX file by onnxruntime.
-
-    Args:
-        model: The model.
-        path: A file.
-        format: ``"pt2"``, which ``torch.export.load`` reads, or ``"onnx"``.
-        image_size: Pixels of each side.
-
-    Returns:
-        The difference, at most :data:`TOLERANCE`, or :data:`QUANTIZED_TOLERANCE` for a quantized model.
+    PyTorch's or ONNX's own operators. Its format is ``"pt2"``, which ``torch.export.load`` reads, or
+    ``"onnx"``. Before it replaces ``path`` it is read back and compared with the model on random images, an
+    ONNX file by onnxruntime; what is returned is at most :data:`TOLERANCE`, or :data:`QUANTIZED_TOLERANCE`.
 
     Raises:
         ValueError: PyTorch cannot export the model, its export differs, or images are too small for it.
