@@ -80,7 +80,7 @@ def _evaluate(arguments: argparse.Namespace) -> int | None:
 # The report -----------------------------------------------------------------------------------------------
 
 
-def report(evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str] | None = None) -> str:
+def report(evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str]) -> str:
     """Returns a table of the figures, and one of the classes with the lowest accuracy."""
     figures_of, speed = evaluation._asdict(), evaluation.images_per_second
     figures = [
@@ -95,32 +95,25 @@ def report(evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequen
     return "\n".join([*aligned(figures, right=[1]), "", *aligned(_worst(evaluation, labels), right=[1, 2])])
 
 
-def _worst(
-    evaluation: Evaluation | PixelEvaluation, labels: Sequence[str] | None
-) -> list[tuple[str, str, str, str]]:
+def _worst(evaluation: Evaluation | PixelEvaluation, labels: Sequence[str]) -> list[tuple[str, ...]]:
     """Returns the rows of the classes with the lowest accuracy or IoU, of those that occur."""
-
-    def name(index: int) -> str:
-        return f"class {index}" if labels is None else labels[index]
-
     confusion = evaluation.confusion
     if isinstance(evaluation, PixelEvaluation):
         figures, occurs = evaluation.iou, confusion.sum(0) + confusion.sum(1) > 0
-        rows = [("class", "pixels", "IoU", "most often taken for")]
+        kinds = "pixels", "IoU"
     else:
         figures, occurs = evaluation.per_class, confusion.sum(1) > 0
-        rows = [("class", "images", "right", "most often taken for")]
+        kinds = "images", "right"
+    rows: list[tuple[str, ...]] = [("class", *kinds, "most often taken for")]
     for i in [int(i) for i in figures.argsort(stable=True) if occurs[i]][:_WORST]:
         others = confusion[i].clone()
         others[i] = 0
-        confused = f"{name(int(others.argmax()))} ({int(others.max())})" if others.any() else ""
-        rows.append((name(i), f"{int(confusion[i].sum())}", f"{figures[i]:.2%}", confused))
+        confused = f"{labels[int(others.argmax())]} ({int(others.max())})" if others.any() else ""
+        rows.append((labels[i], f"{int(confusion[i].sum())}", f"{figures[i]:.2%}", confused))
     return rows
 
 
-def as_json(
-    evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str] | None = None
-) -> dict[str, Any]:
+def as_json(evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str]) -> dict[str, Any]:
     """Returns the metrics as plain numbers, with every class' own and the full confusion matrix.
 
     The accuracy of a class without images is null.
@@ -130,7 +123,7 @@ def as_json(
         per_class = evaluation.per_class.tolist()
         figures["per_class"] = [None if accuracy != accuracy else accuracy for accuracy in per_class]
     plain = {name: each.tolist() if isinstance(each, Tensor) else each for name, each in figures.items()}
-    return plain | {"labels": None if labels is None else list(labels)}
+    return plain | {"labels": list(labels)}
 
 
 def _scaled(count: int) -> str:
