@@ -34,7 +34,7 @@ from cvt_kernels.ops.cards import all_cards, matrix
 from . import kernels
 
 FASTEST = 8  # configurations that are written of each size
-STAGES = launches.stages("cvt_13")
+STAGES = launches.stages_of("cvt_13")
 
 
 #: The configurations that are worth trying, by the name of a job, from the operators' cards.

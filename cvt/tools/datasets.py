@@ -75,15 +75,11 @@ class RandomCrop:
 class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
     """Labeled images as tensors, for training or evaluation.
 
-    An unusable image is returned as an exception, which :class:`Batches` raises or skips.
-
-    Args:
-        images: Paths, or images in memory.
-        labels: The class of each image, an index into ``classes``, which has their names.
-        image_size: Pixels of each side of the tensors.
-        crop_fraction: As in :func:`preprocess`, which makes the tensors; small images are taken too.
-        random_crop: Replaces :func:`preprocess`; depends only on ``seed``, ``epoch`` and index of the image,
-            the first two of which :class:`Batches` sets.
+    ``images`` are paths, or images in memory; ``labels`` their classes, indices into ``classes``, the names.
+    Tensors have ``image_size`` pixels a side, and are made by :func:`preprocess` with ``crop_fraction``, of
+    small images too. In its place ``random_crop`` depends only on ``seed``, ``epoch`` and index of the image,
+    the first two of which :class:`Batches` sets. An unusable image is returned as an exception, which
+    :class:`Batches` raises or skips.
 
     Raises:
         TypeError: A class has a name that is no string.

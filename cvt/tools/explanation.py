@@ -68,14 +68,10 @@ class Explanation(NamedTuple):
 
 @torch.inference_mode()
 def explain(model: CvT, images: Tensor) -> Explanation:
-    """Runs a model and records the attention of every block.
+    """Runs a model on images (B, in_chans, H, W) and records the attention of every block.
 
-    Args:
-        model: In evaluation mode. It is not changed: hooks on its linear layers read queries and keys.
-        images: (B, in_chans, H, W), as the model takes them.
-
-    Raises:
-        ValueError: The model is in training mode, or its logits are not finite.
+    The model is not changed: hooks on its linear layers read queries and keys. ValueError is raised for a
+    model in training mode, and for logits that are not finite.
     """
     if model.training:
         raise ValueError("model: is in training mode, expected model.eval()")

@@ -33,7 +33,7 @@ from cvt_kernels.ops.linear_int8.modules import QuantizedLayer
 from cvt_kernels.records import LEAST, LIMITS
 
 from .common import MODEL, add, load_model, option, print_result
-from .paths import OutputPath, add_json_argument, reporting
+from .paths import OutputPath, add_json_argument, staged
 
 #: Largest accepted difference of the logits, relative to the largest logit.
 TOLERANCE = 1e-4
@@ -66,8 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     loaded = load_model(arguments)  # on the CPU
     size, config = loaded.image_size, loaded.model.config
-    # The report ends first: where it cannot be written, --output stays as it was.
-    with replacing(arguments.output) as file, reporting(arguments.json) as report_json:
+    with staged(arguments) as (file, report_json):
         parity = export(loaded.model, file, arguments.format, image_size=size)
         given = {"checkpoint": arguments.checkpoint, "output": arguments.output, "format": arguments.format}
         report_json({**given, "image_size": size, "classes": config.num_classes, **parity._asdict()})

@@ -59,6 +59,14 @@ def reporting(
         print(json.dumps(report, indent=indent, allow_nan=False), flush=True)
 
 
+@contextlib.contextmanager
+def staged(arguments: argparse.Namespace) -> Iterator[tuple[Path, Callable[[Mapping[str, Any]], None]]]:
+    """Yields the file for ``--output`` and what takes the report; after the block both are there, or none."""
+    # The report ends first: where it cannot be written, --output stays as it was.
+    with replacing(arguments.output) as file, reporting(arguments.json) as report_json:
+        yield file, report_json
+
+
 def check_outputs(arguments: argparse.Namespace) -> None:
     """Checks, before a long run, that outputs can be written and are neither inputs nor the same file.
 

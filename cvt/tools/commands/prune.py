@@ -18,6 +18,7 @@ from ..datasets import Batches
 from ..evaluation import cost
 from ..weight_pruning import Saliency, hidden_units, prune_weights, pruned_config, why_unprunable
 from . import common, smaller
+from .paths import staged
 
 _ROUNDS = 10  # of the measurement of speed
 
@@ -56,7 +57,7 @@ def _prune(arguments: argparse.Namespace) -> None:
     labels, data = loaded.labels(arguments.labels), None
     if arguments.calibrate:
         data = common.open_calibration(arguments, loaded, arguments.batches * arguments.batch_size)
-    with smaller.staged(arguments) as (file, report_json):
+    with staged(arguments) as (file, report_json):
         batches = None
         if data is not None and arguments.saliency != "magnitude":
             batches = tqdm(data[0], desc="saliency", unit="batch", leave=False, disable=None)

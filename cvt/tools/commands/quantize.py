@@ -22,6 +22,7 @@ from ..datasets import Batches
 from ..evaluation import Evaluation
 from . import smaller
 from .common import load_model, open_calibration, option, positive_int, print_result
+from .paths import staged
 from .smaller import evaluated
 
 _ROUNDING = 1e-9  # of differences of fractions
@@ -62,7 +63,7 @@ def _quantize(arguments: argparse.Namespace) -> None:
     images, answers = open_calibration(arguments, loaded, arguments.images)
     labels = loaded.labels(arguments.labels)
     card = smaller.card_of(loaded, classifier.config, labels, images.dataset.classes)
-    with smaller.staged(arguments) as (file, report_json):
+    with staged(arguments) as (file, report_json):
         model = copy.deepcopy(classifier)
         kinds: dict[str, Any] = {"keep_float": arguments.keep_float, "embeddings": arguments.embeddings}
         report = ck.quantize(model, images, **kinds, progress=True)

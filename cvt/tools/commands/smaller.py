@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,13 @@ from tqdm import tqdm
 from cvt.card import ModelCard
 from cvt.checkpoints import Checkpoint, save_safetensors
 from cvt.config import CvTConfig
-from cvt.files import replacing
 from cvt.huggingface import made_up_labels
 from cvt_kernels.messages import aligned
 
 from ..datasets import Batches
 from ..evaluation import Evaluation, evaluate
 from .common import BATCHES, MODEL, LoadedModel, add, option
-from .paths import OutputPath, add_json_argument, reporting
+from .paths import OutputPath, add_json_argument
 
 _SUFFIX = ".safetensors"
 _UNTOLD = ("command", "run", "json")  # arguments that are no settings
@@ -55,14 +53,6 @@ def check_output(output: str) -> None:
         str(Path(output).resolve()).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"--output: got {output!r}, expected a name in UTF-8") from error
-
-
-@contextlib.contextmanager
-def staged(arguments: argparse.Namespace) -> Iterator[tuple[Path, Any]]:
-    """Yields the file to write and what takes the report; both are there after the block, or neither."""
-    # The report ends first: where it cannot be written, --output stays as it was.
-    with replacing(arguments.output) as file, reporting(arguments.json) as report_json:
-        yield file, report_json
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], card: ModelCard) -> int:

@@ -44,10 +44,7 @@ class Augment:
     """The transform of batches of uint8 images and labels to normalized images and targets, on their device.
 
     Color jitter, RandAugment (the same two operations for a whole batch) and erasing are kornia's, imported
-    only if one of them is on.
-
-    Raises:
-        ModuleNotFoundError: kornia is needed and not installed.
+    only if one of them is on; ModuleNotFoundError is raised where it is not installed.
     """
 
     def __init__(self, config: TrainConfig, classes: int, image_size: int):

@@ -40,9 +40,7 @@ def _option(default: Any, help: str, least: float = 0, below: float = math.inf) 
 class TrainConfig:
     """The training recipe; the defaults are for ImageNet from scratch.
 
-    Raises:
-        TypeError: A value of the wrong type.
-        ValueError: A value out of range, or values that contradict each other.
+    TypeError is raised for a value of the wrong type, ValueError for one out of range or a contradiction.
     """
 
     epochs: int = _option(300, "passes over the training set", 1, 10**6 + 1)
@@ -159,12 +157,8 @@ def distillation_loss(logits: Tensor, teacher: Tensor, kind: str, temperature: f
 class Task(NamedTuple):
     """A task, chosen by the head of the model.
 
-    Attributes:
-        score: The metric by which the best weights are chosen.
-        title: Its name, for people.
-        evaluate: Returns the metrics of answers on a device; ``together`` for all processes'.
-        loss: Returns the loss of logits and targets with label smoothing, the mean over the batch.
-        unfit: Training options that do not apply, with the value that each must have.
+    The best weights are chosen by the metric ``score``, whose name for people is ``title``. ``loss`` is the
+    mean over the batch, with label smoothing. Options that are ``unfit`` must have these values.
     """
 
     score: str

@@ -19,14 +19,11 @@ from ..pyramids import PYRAMIDS, build_pyramid, quiet_transformers
 
 
 class Subject(NamedTuple):
-    """The model that is measured, in float32 and on the CPU.
+    """The model that is measured, in float32 and on the CPU: Hugging Face's, and ``ours`` with its weights.
 
-    Attributes:
-        weights: Where its weights are from.
-        hf: Hugging Face's model; None where transformers has no such model.
-        ours: The model of ``cvt`` with the same weights; None where it has no such model.
-        operations: Of the products and convolutions of a forward of one image, a sum being an operation too.
-        is_judged: Whether its errors tell what is wrong: not where tokens are dropped by their scores.
+    Either may be None, where transformers or ``cvt`` has no such model. ``operations`` are those of products
+    and convolutions in a forward of one image, a sum being one too. ``is_judged`` says whether errors tell
+    what is wrong: not where tokens are dropped by their scores.
     """
 
     name: str

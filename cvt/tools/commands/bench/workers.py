@@ -45,13 +45,10 @@ _WARM, _FEWEST = 3, 5
 
 
 class Job(NamedTuple):
-    """The settings of every process.
+    """The settings of every process, which finds models and images in a ``folder``.
 
-    Attributes:
-        folder: Where :meth:`save` has put the models and the images.
-        dtype: Of weights and images, in training of autocast; ``"tf32"`` is float32 with rounded products.
-        requested: The backends that ours request.
-        quick: Whether a turn is one step.
+    The dtype is that of weights and images, in training of autocast; ``"tf32"`` is float32 with rounded
+    products. Ours request the backends ``requested``; if ``quick``, a turn is one step.
     """
 
     folder: str

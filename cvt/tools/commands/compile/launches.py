@@ -6,7 +6,6 @@ The operators run on meta tensors, and their launches are recorded instead of st
 from __future__ import annotations
 
 import functools
-import itertools
 
 import torch
 
@@ -38,33 +37,28 @@ def kernel_name(function: str) -> str:
     return function.strip("_").removesuffix("_kernel")
 
 
-def stages_of(model: str, image_size: int) -> list[Stage]:
-    """Returns the stages of a model of ``PRESETS`` or ``PYRAMIDS``, for square images."""
-    if model not in PYRAMIDS:
-        return stages(model, image_size)
-    sides = (-(-image_size // (4 << i)) for i in itertools.count())
+def stages_of(model: str, image_size: int | None = None) -> list[Stage]:
+    """Returns the stages of a model of ``PRESETS`` or ``PYRAMIDS``, for square images, by default its own."""
+    shapes, side = [], image_size or image_size_of(model)
+    if model in PRESETS:
+        height = width = side
+        for stage in PRESETS[model].stages:
+            convolution = stage.in_chans, stage.patch_size, stage.patch_stride, stage.patch_padding
+            embedding = Embedding((height, width), *convolution)
+            height, width = stage.grid(height, width)
+            if not height > 0:
+                raise ValueError(f"image_size: got {image_size}, of which {model} has no tokens")
+            shapes.append(Stage((height, width), stage.embed_dim, int(stage.cls_token), embedding))
+        return shapes
     sizes = PYRAMIDS[model].sizes
     decoder, widths = sizes.get("decoder_hidden_size", 0), sizes["hidden_sizes"]
     hidden = (width * ratio for width, ratio in zip(widths, sizes["mlp_ratios"], strict=True))
-    stages_of_pyramid = []
-    for side, channels, between, ratio, heads in zip(sides, widths, hidden, RATIOS, HEADS, strict=False):
-        reduction = None if ratio == 1 else Embedding((side, side), channels, ratio, ratio, 0)
-        stages_of_pyramid.append(Stage((side, side), between, 0, reduction, decoder, heads))
+    for i, (channels, between, ratio, heads) in enumerate(zip(widths, hidden, RATIOS, HEADS, strict=True)):
+        rows = -(-side // (4 << i))
+        grid = rows, rows
+        reduction = None if ratio == 1 else Embedding(grid, channels, ratio, ratio, 0)
+        shapes.append(Stage(grid, between, 0, reduction, decoder, heads))
         decoder = 0  # of the first stage's grid
-    return stages_of_pyramid
-
-
-def stages(model: str, image_size: int | None = None) -> list[Stage]:
-    """Returns the stages of a model of ``PRESETS``, for square images of its own size or another."""
-    height = width = image_size or default_image_size(model)
-    shapes = []
-    for stage in PRESETS[model].stages:
-        convolution = stage.in_chans, stage.patch_size, stage.patch_stride, stage.patch_padding
-        embedding = Embedding((height, width), *convolution)
-        height, width = stage.grid(height, width)
-        if not height > 0:
-            raise ValueError(f"image_size: got {image_size}, of which {model} has no tokens")
-        shapes.append(Stage((height, width), stage.embed_dim, int(stage.cls_token), embedding))
     return shapes
 
 

@@ -141,7 +141,7 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
 driver.set_active(Driver())
-stage = launches.stages("cvt_13")[0]
+stage = launches.stages_of("cvt_13")[0]
 embed = launches.TRITON_OPERATORS["conv_embedding"]
 for launch in embed(stage, torch.bfloat16, Chip(90, 132), batch=1, training=False):
     compiled = specialize(launch, 90).compile()
@@ -171,7 +171,7 @@ def test_stages_are_the_models(model, size):
         tokens, grid = ConvEmbed(stage).to("meta")(maps)
         maps = tokens_to_map(tokens, grid)
         expected.append((grid, tokens.shape[2], int(stage.cls_token), embedding, 0, 0))
-    assert launches.stages(model, size) == launches.stages_of(model, size or own) == expected
+    assert launches.stages_of(model, size) == expected
 
 
 # Blocks of a multiprocessor as cuda_occupancy.h of CUDA 13.0 computes them: bound by registers, shared
