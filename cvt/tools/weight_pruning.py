@@ -189,8 +189,14 @@ def _taylor(
     if not config.num_classes:
         raise ValueError("model: has no head whose loss could tell, expected one or saliency='magnitude'")
     device = next(model.parameters()).device
-    blocks, inputs, sums = _blocks(model), _inputs_of_last_layers(model), {}
+    blocks, inputs, sums = _blocks(model), dict[nn.Module, Tensor](), {}
+
+    def keep(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
+        inputs[layer] = given[0]
+
     for path, block in blocks.items():
+        for layer in (block.attn.proj, block.mlp.fc2):
+            layer.register_forward_pre_hook(keep)
         sizes = block.attn.num_heads, block.mlp.fc2.in_features
         sums[path] = _Saliency(*(torch.zeros(size, dtype=torch.float64, device=device) for size in sizes))
     images_seen = 0
@@ -211,19 +217,6 @@ def _taylor(
     if not images_seen:
         raise ValueError("batches: got no images, expected at least one")
     return sums
-
-
-def _inputs_of_last_layers(model: nn.Module) -> dict[nn.Module, Tensor]:
-    """Returns a dictionary that has, after each forward, the inputs of every ``proj`` and ``fc2``."""
-    inputs: dict[nn.Module, Tensor] = {}
-
-    def keep(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
-        inputs[layer] = given[0]
-
-    for block in _blocks(model).values():
-        for layer in (block.attn.proj, block.mlp.fc2):
-            layer.register_forward_pre_hook(keep)
-    return inputs
 
 
 def _loss(name: str, logits: Tensor, labels: Tensor) -> Tensor:

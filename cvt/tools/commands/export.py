@@ -136,7 +136,8 @@ def _compare(model: CvT | CvTSegmenter, images: Tensor, expected: Tensor, logits
             )
         return Parity(difference)
     exact = copy.deepcopy(model).double()(images.double())
-    size, distance, error = (_size(each) for each in (expected, logits - expected, exact - expected))
+    parts = expected, logits - expected, exact - expected
+    size, distance, error = (part.square().mean().sqrt().item() for part in parts)
     of_logits, of_error = QUANTIZED_TOLERANCE
     most = of_logits * size + of_error * error
     if not distance <= most:
@@ -145,11 +146,6 @@ def _compare(model: CvT | CvTSegmenter, images: Tensor, expected: Tensor, logits
             f"model: its export differs by {got:.1e} of the logits, expected at most {expectation:.1e}"
         )
     return Parity(difference, ((exact - expected).abs().max() / largest).item())
-
-
-def _size(tensor: Tensor) -> float:
-    """Returns the root mean square."""
-    return tensor.square().mean().sqrt().item()
 
 
 def _write(model: nn.Module, images: Tensor, path: Path, format: str) -> None:  # noqa: A002

@@ -37,25 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "largest accepted drop of top-1, in percentage points; the most sensitive layers are kept in "
         "floating point until it holds"
     )
-    option(parser, "--max-drop", text, type=_points, default=0.5)
+    option(parser, "--max-drop", text, type=float, default=0.5)
     text = "also quantize all convolutional embeddings but the first"
     option(parser, "--embeddings", text, action="store_true")
     option(parser, "--images", "most images to calibrate with", type=positive_int, default=256)
     parser.set_defaults(run=_quantize)
 
 
-def _points(text: str) -> float:
-    try:
-        points = float(text)
-    except ValueError:
-        points = math.nan
-    if not 0 <= points <= 100:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected 0 to 100")
-    return points
-
-
 def _quantize(arguments: argparse.Namespace) -> None:
     smaller.check_output(arguments.output)
+    if not 0 <= arguments.max_drop <= 100:
+        raise ValueError(f"--max-drop: got {arguments.max_drop:g}, expected 0 to 100")
     loaded = load_model(arguments)
     if loaded.checkpoint.quantized:
         raise ValueError(f"--checkpoint: {loaded.checkpoint.path} is quantized already")

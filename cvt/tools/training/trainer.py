@@ -103,23 +103,15 @@ class Logs:
 class Trainer:
     """The training of one model; :meth:`fit` is the loop over epochs.
 
-    Args:
-        model: A classifier or a segmenter, on the CPU or on ``device``; it is trained in place.
-        train_set: Images with ``random_crop``, for a segmenter with label maps.
-        val_set: Images of the same classes, without.
-        config: The recipe.
-        output: Directory of checkpoints and logs.
-        device: Where to train.
-        teacher: With ``config.distillation``, a callable that maps the same images to logits (or an object
-            with ``logits``).
-        resume: Resume from ``output/last.pth``, which must exist; without ``resume`` it must not.
-        workers: Processes that decode images, for each process.
-        corrupt: As in :class:`cvt.tools.datasets.Batches`.
-        graph: On a GPU, replay forwards and backwards as CUDA graphs (:func:`cvt_kernels.graphed`).
+    The model, a classifier or a segmenter, is trained in place, on ``device``, by the images of ``train_set``,
+    with ``random_crop``; ``val_set`` has images of the same classes, without. Those of a segmenter have label
+    maps. Checkpoints and logs go into the directory ``output``; with ``resume`` its ``last.pth`` is resumed
+    from, and must exist; without, it must not. ``workers`` and ``corrupt`` are as in
+    :class:`cvt.tools.datasets.Batches`. With ``config.distillation``, ``teacher`` maps the same images to
+    logits, or to an object with ``logits``. With ``graph``, forwards and backwards are replayed as CUDA
+    graphs on a GPU (:func:`cvt_kernels.graphed`).
 
-    Attributes:
-        epoch: Number of completed epochs.
-        history: A row of numbers for each of them.
+    ``epoch`` is the number of completed epochs, and ``history`` has a row of numbers for each of them.
 
     Raises:
         FileNotFoundError: ``resume`` without a checkpoint.

@@ -30,8 +30,6 @@ MEMORY = (
     "weights included, beyond what it had before they were loaded; on a GPU, what it holds of its memory."
 )
 
-_PACKAGES = ("torch", "transformers", "numpy")
-
 _OURS, _PEER = "#0072B2", "#999999"  # of Okabe and Ito, which the color-blind can tell apart
 
 Results = dict[str, Any]
@@ -69,7 +67,8 @@ def run(
     with Contest(subject, keys, inputs, device=device, dtype=dtype, train=train, strict=True) as contest:
         batches = [contest.measured(size, rounds) for size in batch_sizes]
     used = [CONTENDERS[key].runtime for key in keys]
-    packages = [*_PACKAGES, *(name for each in used if each is not None for name in RUNTIMES[each].packages)]
+    packages = ["torch", "transformers", "numpy"]
+    packages += [name for each in used if each is not None for name in RUNTIMES[each].packages]
     facts, plain = machine.facts(), type(subject.plain).__name__
     config: dict[str, Any] = {"model": subject.name, "weights": subject.weights, "output": subject.output}
     config |= {"photos": [Path(photo).name for photo in photos], "image_size": subject.image_size}

@@ -94,10 +94,7 @@ def launches_of(case: LaunchCase, arch: int) -> list[launching.Launch]:
 
 
 def compile_all(jobs: Sequence[Job], processes: int | None) -> list[Row]:
-    """Compiles everything, in one process per core or as many as given, and returns a row for each kernel.
-
-    A single process is this one.
-    """
+    """Compiles everything in so many processes, or one per core; a single one is this. Returns the rows."""
     processes = processes or len(os.sched_getaffinity(0))
     with temporary_files_together(), contextlib.ExitStack() as stack:
         run: Any = map
