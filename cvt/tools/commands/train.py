@@ -94,11 +94,7 @@ def _train(arguments: argparse.Namespace) -> None:
         given = {name: getattr(arguments, name) for name in fields}
         given = {name: value for name, value in given.items() if value is not None}
         options = SEGMENT_OPTIONS if arguments.task == "segment" else DIGITS_OPTIONS if is_digits else {}
-        recipe = {**dataclasses.asdict(TrainConfig(**options)), **given}
-        # As few epochs as the default warm-up has are half warm-up.
-        if "warmup_epochs" not in given and recipe["warmup_epochs"] >= recipe["epochs"]:
-            recipe["warmup_epochs"] = recipe["epochs"] / 2
-        config = TrainConfig(**recipe)
+        config = TrainConfig(**_recipe(options, given))
         pixels = arguments.image_size or (16 if is_digits else 224)
         crop = RandomCrop(config.min_scale, flip=config.flip)
         opened = {"image_size": pixels, "head": arguments.task, "corrupt": arguments.corrupt}
@@ -124,6 +120,14 @@ def _train(arguments: argparse.Namespace) -> None:
             best = max(history, key=lambda row: row[score])
             line = f"{title} {best[score]:.2%} in epoch {best['epoch']} of {len(history)}"
             print_result(arguments, [f"{arguments.output}: {line}"])
+
+
+def _recipe(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a training; as few epochs as the default warm-up has are half warm-up."""
+    options = {**dataclasses.asdict(TrainConfig(**defaults)), **given}
+    if "warmup_epochs" not in given and options["warmup_epochs"] >= options["epochs"]:
+        options["warmup_epochs"] = options["epochs"] / 2
+    return options
 
 
 def _model_to_train(arguments: argparse.Namespace, classes: int, default: str) -> CvT | CvTSegmenter:

@@ -103,13 +103,13 @@ class Logs:
 class Trainer:
     """The training of one model; :meth:`fit` is the loop over epochs.
 
-    The model, a classifier or a segmenter, is trained in place, on ``device``, by the images of ``train_set``,
-    with ``random_crop``; ``val_set`` has images of the same classes, without. Those of a segmenter have label
-    maps. Checkpoints and logs go into the directory ``output``; with ``resume`` its ``last.pth`` is resumed
-    from, and must exist; without, it must not. ``workers`` and ``corrupt`` are as in
-    :class:`cvt.tools.datasets.Batches`. With ``config.distillation``, ``teacher`` maps the same images to
-    logits, or to an object with ``logits``. With ``graph``, forwards and backwards are replayed as CUDA
-    graphs on a GPU (:func:`cvt_kernels.graphed`).
+    The model, a classifier or a segmenter, is trained in place, on ``device``, by the images of
+    ``train_set``, with ``random_crop``; ``val_set`` has images of the same classes, without. Those of a
+    segmenter have label maps. Checkpoints and logs go into the directory ``output``; with ``resume`` the run
+    goes on from its ``last.pth``, which must exist; without, it must not. ``workers`` (for each process) and
+    ``corrupt`` are as in :class:`cvt.tools.datasets.Batches`. With ``config.distillation``, ``teacher`` maps
+    the same images to logits, or to an object with ``logits``. With ``graph``, forwards and backwards are
+    replayed as CUDA graphs on a GPU (:func:`cvt_kernels.graphed`).
 
     ``epoch`` is the number of completed epochs, and ``history`` has a row of numbers for each of them.
 
