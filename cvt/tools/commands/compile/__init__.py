@@ -56,4 +56,4 @@ def _compile(arguments: argparse.Namespace) -> int:
     with reporting(arguments.json, indent=1) as report_json:
         report_json(jobs.as_json(rows))
     print_result(arguments, [*jobs.table(rows), "", *jobs.entry(rows)])
-    return int(any(row.flaws for row in rows))
+    return int(any(row["flaws"] for row in rows))

@@ -45,24 +45,7 @@ class Job(NamedTuple):
     cases: dict[LaunchCase, None]
 
 
-class Row(NamedTuple):
-    """One kernel of the report: its GPU, the types and cases that it serves, what it takes, and its flaws."""
-
-    arch: str
-    operator: str
-    kernel: str
-    dtypes: list[str]
-    cases: Sequence[LaunchCase]
-    resources: Resources
-    flaws: Sequence[str]
-
-    @classmethod
-    def of(cls, job: Job, resources: Resources) -> Row:
-        """Returns the row of a job that was compiled."""
-        cases, arch = list(job.cases), job.source.arch
-        dtypes = list(dict.fromkeys(case.dtype for case in cases))
-        about = f"sm_{arch}", cases[0].operator, kernel_name(job.source.name), dtypes, cases
-        return cls(*about, resources, resources.flaws(arch))
+Row = dict[str, Any]
 
 
 def triton_jobs(asked: Any) -> list[Job]:
@@ -106,7 +89,7 @@ def compile_all(jobs: Sequence[Job], processes: int | None) -> list[Row]:
             run = pool.map
         done = run(examine, [job.source for job in jobs])
         examined = list(tqdm(done, "compile", len(jobs), unit="job", disable=None))
-    return [Row.of(job, resources) for job, resources in zip(jobs, examined, strict=True)]
+    return [row_of(job, resources) for job, resources in zip(jobs, examined, strict=True)]
 
 
 # The report -----------------------------------------------------------------------------------------------
@@ -116,32 +99,46 @@ SCHEMA, VERSION = "cvt compile", 3
 _NUMBERS = ("registers", "spilled B", "shared B", "occupancy")
 
 
+def row_of(job: Job, resources: Resources) -> Row:
+    """Returns what the report says of a kernel, ready for JSON."""
+    cases, arch = [case._asdict() for case in job.cases], job.source.arch
+    return {
+        "arch": f"sm_{arch}",
+        "operator": cases[0]["operator"],
+        "kernel": kernel_name(job.source.name),
+        "dtypes": list(dict.fromkeys(case["dtype"] for case in cases)),
+        "cases": cases,
+        "resources": resources._asdict(),
+        "flaws": resources.flaws(arch),
+    }
+
+
 def table(rows: Sequence[Row]) -> list[str]:
     """Returns the lines of a table with a line for each kernel."""
     cells: list[tuple[str, ...]] = [("arch", "kernel", "dtype", "mode", "for", *_NUMBERS)]
     for row in rows:
-        modes, took = dict.fromkeys(case.mode for case in row.cases), row.resources
-        words = row.arch, row.kernel, " ".join(row.dtypes), " ".join(modes), _purpose(row)
-        numbers = took.registers, took.stack, took.shared
-        cells.append((*words, *map(str, numbers), f"{took.occupancy:.0%}"))
+        modes, took = dict.fromkeys(case["mode"] for case in row["cases"]), row["resources"]
+        words = row["arch"], row["kernel"], " ".join(row["dtypes"]), " ".join(modes), _purpose(row)
+        numbers = took["registers"], took["stack"], took["static_shared"] + took["dynamic_shared"]
+        cells.append((*words, *map(str, numbers), f"{took['occupancy']:.0%}"))
     return aligned(cells, right=range(5, 9))
 
 
 def _purpose(row: Row) -> str:
     """Returns which stages of which model a kernel serves."""
     stages: dict[str, list[str]] = {}
-    for case in row.cases:
-        setting = f"{case.model} {case.image_size}²×{case.batch_size}"
-        stages.setdefault(setting, []).append(str(case.stage))
+    for case in row["cases"]:
+        setting = f"{case['model']} {case['image_size']}²×{case['batch_size']}"
+        stages.setdefault(setting, []).append(str(case["stage"]))
     return ", ".join(f"{setting} {' '.join(dict.fromkeys(each))}" for setting, each in stages.items())
 
 
 def entry(rows: Sequence[Row]) -> list[str]:
     """Returns a line for each flaw, or one line that there is none."""
     lines = [
-        f"{row.arch} {row.kernel}, {' '.join(row.dtypes)} {_purpose(row)}: {flaw}"
+        f"{row['arch']} {row['kernel']}, {' '.join(row['dtypes'])} {_purpose(row)}: {flaw}"
         for row in rows
-        for flaw in row.flaws
+        for flaw in row["flaws"]
     ]
     return lines or [f"{len(rows)} kernels: nothing spills, everything fits"]
 
@@ -149,9 +146,4 @@ def entry(rows: Sequence[Row]) -> list[str]:
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:
     """Returns the contents of the JSON file, which has every case of every kernel."""
     versions = {"cvt_kernels": __version__, "torch": torch.__version__, "triton": triton.__version__}
-    kernels = [
-        row._asdict()
-        | {"cases": [case._asdict() for case in row.cases], "resources": row.resources._asdict()}
-        for row in rows
-    ]
-    return {"schema": SCHEMA, "version": VERSION, "versions": versions, "kernels": kernels}
+    return {"schema": SCHEMA, "version": VERSION, "versions": versions, "kernels": rows}

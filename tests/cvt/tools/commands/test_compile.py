@@ -13,6 +13,7 @@ from cvt.tools import commands as cli
 from cvt.tools.commands.compile import gpus, jobs, launches, triton_kernels
 from cvt.tools.commands.compile.dependencies import overwritten
 from cvt.tools.commands.compile.triton_kernels import Resources
+from cvt_kernels.launch import launching
 from tests.checks import bad, leave_the_interpreter
 from tests.processes import run_python
 
@@ -83,12 +84,11 @@ def test_a_spill_fails_the_command(tmp_path):
 def test_a_flaw_of_any_kernel_fails_the_command(flawed, monkeypatch, capsys):
     case = jobs.LaunchCase("attention", "bfloat16", "cvt_13", 224, 256, 3, "inference")
     resources = Resources.of(90, 128, {"REG": 32, "STACK": 0, "SHARED": 1024, "LOCAL": 0})
-    rows = [
-        jobs.Row(
-            "sm_90", "attention", name, ["bfloat16"], [case], resources, ["spills"] if i in flawed else []
-        )
-        for i, name in enumerate(("attention_fwd", "attention_bwd"))
-    ]
+    rows = []
+    for i, name in enumerate(("_attention_fwd_kernel", "_attention_bwd_kernel")):
+        kernel = launching.TritonKernel(90, "", name, {}, {}, {}, {})
+        rows.append(jobs.row_of(jobs.Job(kernel, {case: None}), resources))
+        rows[i]["flaws"] = ["spills"] if i in flawed else []
     leave_the_interpreter(monkeypatch)
     monkeypatch.setattr(jobs, "triton_jobs", lambda selection: rows)
     monkeypatch.setattr(jobs, "compile_all", lambda plan, count: plan)
