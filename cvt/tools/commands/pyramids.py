@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from cvt import hub
 from cvt.checkpoints import local_place
+from cvt.config import default_image_size
 from cvt.extras import require
 from cvt.factory import randomize
 
@@ -75,6 +76,11 @@ PYRAMIDS = {
 }
 # What would draw random numbers in training. Not every configuration has each field.
 _RATES = ("drop_path_rate", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob")
+
+
+def image_size_of(name: str) -> int:
+    """Returns the pixels of a side of a model's own images, of ``PYRAMIDS`` or a CvT."""
+    return PYRAMIDS[name].image_size if name in PYRAMIDS else default_image_size(name)
 
 
 def quiet_transformers() -> Any:

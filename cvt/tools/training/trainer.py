@@ -203,14 +203,12 @@ class Trainer:
     def fit(
         self, *, report: Callable[[dict[str, float]], None] | None = None, progress: bool = False
     ) -> list[dict[str, float]]:
-        """Trains to the last epoch, with a checkpoint after each.
+        """Trains to the last epoch, with a checkpoint after each; returns ``history``.
 
-        The first process calls ``report`` with the row of each epoch, of which :func:`epoch_line` makes a
-        line, when its checkpoint is written; ``progress`` shows a bar of the steps, if stderr is a terminal.
-
-        Returns:
-            ``history``: of each epoch ``epoch``, ``lr``, ``train_loss``, the figures of :meth:`evaluate`,
-            ``images_per_second`` of the training alone, and ``seconds``.
+        This has of each epoch ``epoch``, ``lr``, ``train_loss``, the figures of :meth:`evaluate`,
+        ``images_per_second`` of the training alone, and ``seconds``. The first process calls ``report`` with
+        such a row, of which :func:`epoch_line` makes a line, when its checkpoint is written; ``progress``
+        shows a bar of the steps, if stderr is a terminal.
 
         Raises:
             ImageError: An image cannot be used, and ``corrupt`` is ``"error"``.

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from cvt.checkpoints import Checkpoint, read_checkpoint
-from cvt.config import PRESETS, default_image_size
+from cvt.config import PRESETS
 from cvt.factory import SEED, create_model, randomize
 from cvt.huggingface import CheckpointError, save_huggingface, why_inexpressible
 from cvt.model import CvT
 
 from ...evaluation import cost, count_operations
-from ..pyramids import PYRAMIDS, build_pyramid, quiet_transformers
+from ..pyramids import PYRAMIDS, build_pyramid, image_size_of, quiet_transformers
 
 
 class Subject(NamedTuple):
@@ -53,7 +53,7 @@ def build_subject(model: str | None, checkpoint: str | None, image_size: int | N
         raise ValueError(f"model: got {model!r}, expected one of {', '.join((*PRESETS, *PYRAMIDS))}")
     weights = f"random weights (seed {SEED})" if checkpoint is None else str(checkpoint)
     if model in PYRAMIDS:
-        size = image_size or PYRAMIDS[model].image_size
+        size = image_size or image_size_of(model)
         hf = build_pyramid(model, checkpoint, size)
         return Subject(model, weights, hf, None, size, operations(model, hf, size))
     transformers = quiet_transformers()  # what is not installed fails before the weights are read
@@ -61,7 +61,7 @@ def build_subject(model: str | None, checkpoint: str | None, image_size: int | N
     if loaded is not None and model is None:
         _check_no_pyramid(loaded)
     name, ours = build_ours(model, loaded)
-    size = image_size or default_image_size(name)
+    size = image_size or image_size_of(name)
     count = 2 * cost(ours.config, size).multiply_adds
     with tempfile.TemporaryDirectory() as scratch:
         save_huggingface(ours, scratch)

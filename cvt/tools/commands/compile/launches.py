@@ -9,22 +9,18 @@ import functools
 
 import torch
 
-from cvt.config import PRESETS, default_image_size
+from cvt.config import PRESETS
 from cvt_kernels import backends
 from cvt_kernels.launch import launching
 from cvt_kernels.ops.cards import Embedding, Launches, Stage, Step, all_cards
 
 from .. import pyramids
+from ..pyramids import image_size_of
 
 #: Of each stage: a block of ``RATIOS`` squared tokens makes one of keys and values.
 RATIOS, HEADS = (8, 4, 2, 1), (1, 2, 5, 8)
 #: SegFormer-B1 to B5 have the same Mix-FFNs, as have PVT v2-B2 to B4.
 PYRAMIDS = {name: pyramids.PYRAMIDS[name] for name in ("segformer_b0", "segformer_b5", "pvt_v2_b2")}
-
-
-def image_size_of(model: str) -> int:
-    """Returns the pixels of a side of a model's own images."""
-    return PYRAMIDS[model].image_size if model in PYRAMIDS else default_image_size(model)
 
 
 def is_of(operator: str, model: str) -> bool:
