@@ -22,7 +22,7 @@ from cvt.tools.commands.bench.contest import Contest, share_of_product
 from cvt.tools.commands.bench.models import Subject, build_subject
 from cvt.tools.commands.pyramids import PYRAMIDS
 from cvt.tools.evaluation import cost
-from cvt.tools.weight_pruning import pruned_config
+from cvt.weight_pruning import pruned_config
 from cvt_kernels import machine
 
 CUDA = torch.cuda.is_available()

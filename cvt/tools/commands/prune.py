@@ -11,12 +11,12 @@ import torch
 from tqdm import tqdm
 
 from cvt.config import CvTConfig
+from cvt.weight_pruning import Saliency, hidden_units, prune_weights, pruned_config, why_unprunable
 from cvt_kernels.messages import aligned
 from cvt_kernels.tuning import clock
 
 from ..datasets import Batches
 from ..evaluation import cost
-from ..weight_pruning import Saliency, hidden_units, prune_weights, pruned_config, why_unprunable
 from . import common, smaller
 from .paths import staged
 

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cvt.config import CvTConfig, as_number
-from cvt.factory import create_model
-from cvt.model import Block
-from cvt.pretrained import PretrainedModel
-from cvt.quantized import quantized_layers
-from cvt.segmentation import IGNORED
 from cvt_kernels import checks
+
+from .config import CvTConfig, as_number
+from .factory import create_model
+from .model import Block
+from .pretrained import PretrainedModel
+from .quantized import quantized_layers
+from .segmentation import IGNORED
 
 Saliency = Literal["magnitude", "taylor"]
 
