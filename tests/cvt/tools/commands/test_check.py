@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cvt.tools.commands import evaluate, main
+from cvt.tools.commands import check, main
 from tests import upstream
 
 PROCESSORS = {
@@ -52,12 +52,12 @@ def test_a_model_against_published_values(make, tmp_path, photo, monkeypatch, ca
     assert "as accurate as it was" in capsys.readouterr().out
 
     values = report["first_values"]
-    monkeypatch.setitem(evaluate.FIRST_VALUES, folder, tuple(values))
+    monkeypatch.setitem(check.FIRST_VALUES, folder, tuple(values))
     assert checked(folder, "--photo", photo)[0] == 0
     if make is not upstream.glpn:  # this small one takes multiples of 64 pixels
         assert not checked(folder)[1]["expected"]  # of random numbers nothing is known
 
-    monkeypatch.setitem(evaluate.FIRST_VALUES, folder, (values[0] + 0.1, *values[1:]))
+    monkeypatch.setitem(check.FIRST_VALUES, folder, (values[0] + 0.1, *values[1:]))
     code, report = checked(folder, "--photo", photo)
     assert code == 1
     assert len(report["failures"]) == 1
