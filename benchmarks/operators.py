@@ -48,18 +48,10 @@ _PARTS: dict[str, tuple[backends.Backend, ...]] = {"composed": ("cpu", "referenc
 
 
 class Case(NamedTuple):
-    """A call of an operator.
+    """A call of an operator in a stage of a model, with its backward in ``training``.
 
-    Attributes:
-        operator: The operator.
-        launches: The name of its calls in the card.
-        model: The model.
-        number: The stage, from 1 on.
-        stage: The shapes of the stage.
-        batch: Images.
-        call: Which of the calls of this stage, from 0 on.
-        dtype: Of activations and weights.
-        training: Whether the backward is included.
+    ``launches`` is the name of its calls in the card, of which this is number ``call`` from 0 on in the stage,
+    which is ``number`` from 1 on. The batch is of images, the dtype of activations and weights.
     """
 
     operator: str
