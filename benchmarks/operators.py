@@ -50,8 +50,8 @@ _PARTS: dict[str, tuple[backends.Backend, ...]] = {"composed": ("cpu", "referenc
 class Case(NamedTuple):
     """A call of an operator in a stage of a model, with its backward in ``training``.
 
-    ``launches`` is the name of its calls in the card, of which this is number ``call`` from 0 on in the stage,
-    which is ``number`` from 1 on. The batch is of images, the dtype of activations and weights.
+    ``launches`` is the name of its calls in the card, of which this is number ``call``, from 0 on, in stage
+    ``number``, from 1 on. The batch is of images, the dtype of activations and weights.
     """
 
     operator: str
