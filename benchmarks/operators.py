@@ -156,9 +156,13 @@ def why_absent(operator: str, contender: Any) -> str | None:
         return backends.why_unavailable(operator, contender, DEVICE.type)
 
 
+def _declared(operator: str) -> Any:
+    return backends.operators[operator]
+
+
 def function(operator: str, contender: Any) -> Callable[[Any], Any]:
     """Returns a contender as a function of the record of a call."""
-    reference: Any = backends.operators[operator].reference
+    reference = _declared(operator).reference
     if contender == "reference":
         return reference
     if contender == COMPILED:
@@ -182,7 +186,7 @@ class Prepared:
     """
 
     def __init__(self, case: Case):
-        self.case, declared = case, backends.operators[case.operator]
+        self.case, declared = case, _declared(case.operator)
         call = case.calls(DEVICE.type)[case.call]
         self.call = call.map(tuner._copied)  # timed calls may change it, such as running statistics
         self.expected = tuner.Expected.of(declared.reference, call, declared.exact, declared.unrounded)

@@ -144,9 +144,8 @@ class _AttentionCall(NamedTuple):
 
     def map(self, rows: list[int]) -> ck.AttentionMap:
         """Returns what some of the queries attend to."""
-        grids = {"grid": self.key_grid, "query_grid": self.grid}
-        position = self.attention.position_for(self.grid)
-        options = {"scale": self.attention.scale, "position": position, **grids}
+        options: dict[str, Any] = {"grid": self.key_grid, "query_grid": self.grid}
+        options |= {"scale": self.attention.scale, "position": self.attention.position_for(self.grid)}
         return ck.attention_map(self.q, self.k, rows=rows, **options)
 
 
