@@ -13,7 +13,7 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 from cvt.files import replacing
@@ -128,7 +128,9 @@ def restore(path: Path) -> None:
             source = Path(scratch)
             try:
                 with tarfile.open(path) as archive:
-                    archive.extractall(source, members=_to_restore(archive), filter="data")
+                    files, used = filter(tarfile.TarInfo.isreg, archive), {CHOICES, KERNELS, EXTENSION}
+                    members = [each for each in files if each.name.split("/")[0] in used]
+                    archive.extractall(source, members, filter="data")
             except (tarfile.TarError, EOFError) as error:
                 raise ValueError(f"{path}: is no archive of a stage") from error
         elif not path.is_dir():
@@ -162,9 +164,3 @@ def adopt(entries: Path, compiled: Path) -> None:
         group = json.loads(file.read_text(encoding="utf-8"))  # the paths of the files of a kernel
         paths = {name: str(copy.with_name(Path(path).name)) for name, path in group["child_paths"].items()}
         copy.write_text(json.dumps({"child_paths": paths}), encoding="utf-8")
-
-
-def _to_restore(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    for member in archive:
-        if member.isreg() and member.name.partition("/")[0] in (CHOICES, KERNELS, EXTENSION):
-            yield member

@@ -51,5 +51,7 @@ def pytest_benchmark_update_json(
     timed = [row["extra_info"] for row in output_json["benchmarks"] if "flops" in row["extra_info"]]
     if timed and not models.is_tiny(config):
         kinds = {facts["dtype"] for facts in timed}
-        rates = {f"product_{kind}": operators.product_rate(getattr(torch, kind)) for kind in sorted(kinds)}
-        output_json["ceilings"] = {"copy": operators.copy_rate(), **rates}
+        output_json["ceilings"] = {"copy": operators.copy_rate(models.DEVICE)} | {
+            f"product_{kind}": operators.product_rate(models.DEVICE, getattr(torch, kind))
+            for kind in sorted(kinds)
+        }

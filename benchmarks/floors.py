@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from cvt.tools.commands.compile.launches import kernel_name
 from cvt_kernels import backends
 from cvt_kernels.launch import launching
 from cvt_kernels.ops.cards import Work, all_cards, bytes_of, tensors_of
@@ -130,11 +131,6 @@ class Recorder(TorchDispatchMode):
             flops = count(*args, **kwargs, out_val=result) if count is not None else 0
             self._note(name, size, flops, is_ours=function.namespace == "cvt_kernels")
         return result
-
-
-def kernel_name(function: str) -> str:
-    """Returns the name of a kernel of this project by that of its function in Triton."""
-    return function.strip("_").removesuffix("_kernel")
 
 
 #: PyTorch's operators that are not views and launch nothing all the same, and those that do not read their

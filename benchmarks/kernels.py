@@ -29,9 +29,10 @@ from cvt.files import replacing
 from cvt.tools.commands.bench.contenders import CONTENDERS, made, mode_of
 from cvt.tools.commands.bench.models import build_subject
 from cvt.tools.commands.bench.workers import Job
+from cvt.tools.commands.compile.launches import kernel_name
 from cvt_kernels.tuning import clock
 
-from .floors import Ceilings, ForwardLaunch, Recorder, kernel_name
+from .floors import Ceilings, ForwardLaunch, Recorder
 from .models import DEVICE
 from .report import KERNELS
 
@@ -176,27 +177,14 @@ def plain_name(kernel: str) -> str:
     return re.split("[<(]", name)[0].split("::")[-1]
 
 
-class Report:
-    """Rows in a file that is written in one piece after each of them."""
-
-    def __init__(self, path: Path, schema: str, facts: Mapping[str, Any]) -> None:
-        self._path = path
-        self.content = {
-            "schema": schema,
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            **facts,
-            "rows": [],
-        }
-
-    def add(self, *rows: dict[str, Any]) -> None:
-        """Adds rows, each a line of the file."""
-        self.content["rows"] += rows
-        facts = json.dumps({name: value for name, value in self.content.items() if name != "rows"}, indent=1)
-        lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in self.content["rows"])
-        with replacing(self._path) as file:
-            file.write_text(f'{facts[:-2]},\n "rows": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
+def write(path: Path, schema: str, facts: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Writes a file in one piece; each row is a line."""
+    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    head = json.dumps({"schema": schema, **machine, "date": date, **facts}, indent=1)
+    lines = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    with replacing(path) as file:
+        file.write_text(f'{head[:-2]},\n "rows": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -232,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     total, floor = sum(kernel.us for kernel in kernels), sum(row.get("floor_us", 0) for row in rows)
     facts = {name: getattr(options, name) for name in ("model", "dtype", "contender", "batch_size", "train")}
     facts |= {"ceilings": ceilings._asdict(), "launches": len(kernels), "us": total, "floor_us": floor}
-    Report(options.path, KERNELS, facts).add(*rows)
+    write(options.path, KERNELS, facts, rows)
     print(f"{len(kernels)} kernels, {total:.0f} µs, their floor {floor:.0f} µs")
     return 0
 

@@ -48,18 +48,10 @@ _PARTS: dict[str, tuple[backends.Backend, ...]] = {"composed": ("cpu", "referenc
 
 
 class Case(NamedTuple):
-    """A call of an operator.
+    """A call of an operator in a stage of a model, with its backward in ``training``.
 
-    Attributes:
-        operator: The operator.
-        launches: The name of its calls in the card.
-        model: The model.
-        number: The stage, from 1 on.
-        stage: The shapes of the stage.
-        batch: Images.
-        call: Which of the calls of this stage, from 0 on.
-        dtype: Of activations and weights.
-        training: Whether the backward is included.
+    ``launches`` is the name of its calls in the card, of which this is number ``call``, from 0 on, in stage
+    ``number``, from 1 on. The batch is of images, the dtype of activations and weights.
     """
 
     operator: str
@@ -275,25 +267,18 @@ def time(benchmark: BenchmarkFixture, run: Callable[[], Any], made: Prepared) ->
     share_waited = (clock.waited_seconds() - waited) / (clock.now(DEVICE) - start)
     seconds = benchmark.stats.stats.median
     copied, multiplied = made.moved / seconds, made.flops / seconds
+    product = product_rate(DEVICE, made.case.dtype)
     benchmark.extra_info |= {
         "clock": how,
         "bytes": made.moved,
         "flops": made.flops,
         "gigabytes_per_second": copied / 1e9,
         "teraflop_per_second": multiplied / 1e12,
-        "percent_of_ceiling": 100 * max(copied / copy_rate(), multiplied / product_rate(made.case.dtype)),
+        "percent_of_ceiling": 100 * max(copied / copy_rate(DEVICE), multiplied / product),
         "peak_bytes": peak,
         "is_disturbed": share_waited > 0.1,
     }
 
 
-@functools.cache
-def copy_rate() -> float:
-    """Measures the bytes per second of a large copy, once in a process."""
-    return clock.copy_bandwidth(DEVICE)
-
-
-@functools.cache
-def product_rate(dtype: torch.dtype) -> float:
-    """Measures the operations per second of a large matrix product, once in a process."""
-    return clock.product_rate(DEVICE, dtype)
+#: The ceilings, each measured once in a process.
+copy_rate, product_rate = functools.cache(clock.copy_bandwidth), functools.cache(clock.product_rate)

@@ -98,13 +98,8 @@ def stages(
         """Returns the part that runs suites, selected by the words of ``-k``."""
         # Warnings are errors in the tests; here they would cost figures.
         command = [sys.executable, "-m", "pytest", *files.split(), "-q", "--tb=short", "-W", "default"]
-        command += [
-            "-p",
-            "no:cacheprovider",
-            "--benchmark-only",
-            "--benchmark-quiet",
-            f"--benchmark-json={results / name}.json",
-        ]
+        command += ["-p", "no:cacheprovider", "--benchmark-only", "--benchmark-quiet"]
+        command += [f"--benchmark-json={results / name}.json"]
         command += [*(["-k", words] if words else []), *(["--tiny"] if tiny else [])]
         return Part(name, command, seconds, ("pytest", "pytest_benchmark", "transformers"), **settings)
 
@@ -134,20 +129,9 @@ def stages(
 
     def tune() -> Part:
         """Returns the part that checks and times every kernel of CvT-13, in a process that may die."""
-        command = [
-            sys.executable,
-            "-m",
-            "cvt",
-            "tune",
-            "--dtype",
-            "bfloat16",
-            "--json",
-            str(results / "tune.json"),
-        ]
-        size = (
-            ["--image-size", "32", "--batch-size", "1"] if tiny else ["--batch-size", "1", "8", "32", "256"]
-        )
-        return Part("tune", [*command, *size], 150, ("tqdm",))
+        sizes = ["1", "--image-size", "32"] if tiny else ["1", "8", "32", "256"]
+        command = [sys.executable, "-m", "cvt", "tune", "--dtype", "bfloat16", "--batch-size", *sizes]
+        return Part("tune", [*command, "--json", str(results / "tune.json")], 150, ("tqdm",))
 
     def sweep(name: str) -> Part:
         file = str(results / f"sweep_{name}.json")

@@ -26,17 +26,15 @@ from torch import Tensor
 
 from cvt.tools.commands.compile import launches
 from cvt.tools.commands.compile.gpus import LIMITS
-from cvt.tools.commands.compile.triton_kernels import specialize
 from cvt_kernels import launch, machine
 from cvt_kernels.launch import launching
 from cvt_kernels.launch.launching import Launch
-from cvt_kernels.ops.cards import Sweep, all_cards, matrix
+from cvt_kernels.ops.cards import all_cards, matrix
 
-from .floors import kernel_name
-from .kernels import Report
+from . import kernels
 
 FASTEST = 8  # configurations that are written of each size
-STAGES = launches.stages("cvt_13")
+STAGES = launches.stages_of("cvt_13")
 
 
 #: The configurations that are worth trying, by the name of a job, from the operators' cards.
@@ -55,11 +53,6 @@ def jobs_of(words: list[str]) -> list[tuple[str, int]]:
     return jobs
 
 
-def _replaced(space: Sweep, config: Any) -> contextlib.AbstractContextManager[None]:
-    """Replaces what ships by a configuration; None leaves it."""
-    return contextlib.nullcontext() if config is None else launch.overridden(space.kernel, config)
-
-
 def launched(name: str, stage: int, batch: int, config: Any, device: str = "meta") -> list[Launch]:
     """Returns the launches of a job's kernel with a configuration; they start on tensors of ``device``."""
     space = SPACES[name]
@@ -67,18 +60,18 @@ def launched(name: str, stage: int, batch: int, config: Any, device: str = "meta
     if device == "cuda":
         chip = launching.chip(torch.device("cuda", torch.cuda.current_device()))
         torch.manual_seed(0)
-    with _replaced(space, config):
+    with contextlib.nullcontext() if config is None else launch.overridden(space.kernel, config):
         made = launches.TRITON_OPERATORS[name.split()[0]](
             STAGES[stage - 1], torch.bfloat16, chip, batch=batch, training=space.training, device=device
         )
     wanted = space.launched or space.kernel
-    return [each for each in made if kernel_name(each.kernel.__name__) == wanted]
+    return [each for each in made if launches.kernel_name(each.kernel.__name__) == wanted]
 
 
 def compile_ahead(name: str, stage: int, batch: int, config: Any, arch: int) -> None:
     """Compiles a configuration into Triton's cache; it raises whatever Triton does."""
     for each in launched(name, stage, batch, config):
-        specialize(each, arch).compile()
+        launching.specialize(each, arch).compile()
 
 
 def microseconds(run: Callable[[], Any]) -> float:
@@ -167,8 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=500.0, help="for everything (default: 500)")
     options = parser.parse_args(argv)
     deadline = time.monotonic() + options.seconds
-    report = Report(options.path, "benchmarks sweep", {"dtype": "bfloat16"})
-    jobs = jobs_of(options.jobs)
+    jobs, rows = jobs_of(options.jobs), []
     arch = 10 * torch.cuda.get_device_capability()[0]
     workers = max(1, len(os.sched_getaffinity(0)) - 2)
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
@@ -183,7 +175,8 @@ def main(argv: list[str] | None = None) -> int:
         wait(ahead[job].values(), timeout=max(deadline - time.monotonic(), 0))
         for batch in options.batch_size:
             row = swept(*job, batch, ahead[job], deadline)
-            report.add(row)
+            rows.append(row)
+            kernels.write(options.path, "benchmarks sweep", {"dtype": "bfloat16"}, rows)
             best = row["fastest"][0]["us"] if row["fastest"] else None
             print(f"{row['job']}, batch {batch}: {row['shipped_us']} µs as shipped, best {best}", flush=True)
     pool.shutdown(wait=False, cancel_futures=True)

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from . import models, recorded
-
-pytestmark = recorded.MARK
+from . import models
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .model import CvT, CvTFeatures
     from .segmentation import CvTSegmenter
     from .tiles import segment_in_tiles
-    from .tools.weight_pruning import prune_weights
+    from .weight_pruning import prune_weights
 
 __all__ = [
     "PRESETS",
@@ -41,7 +41,7 @@ _PLACES = {
     ".model": ("CvT", "CvTFeatures"),
     ".segmentation": ("CvTSegmenter",),
     ".tiles": ("segment_in_tiles",),
-    ".tools.weight_pruning": ("prune_weights",),
+    ".weight_pruning": ("prune_weights",),
 }
 
 

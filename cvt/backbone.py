@@ -14,13 +14,7 @@ from torch import Tensor
 from cvt_kernels import checks
 
 from .extras import require
-from .huggingface import (
-    OWN_CONFIG,
-    architecture,
-    own_config,
-    stages_to_huggingface,
-    why_stages_inexpressible,
-)
+from .huggingface import OWN_CONFIG, architecture, own_config, stages_to_huggingface, why_stages_inexpressible
 from .model import Stages
 
 _transformers = require("transformers", "hf")

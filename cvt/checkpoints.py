@@ -154,17 +154,6 @@ class Checkpoint(NamedTuple):
             return None
         return "quick_gelu" if self.repository in (None, *hub.MICROSOFT) else "gelu"
 
-    def why_choose_activation(self) -> str | None:
-        """Returns why :attr:`activation` may be the wrong one, or None."""
-        if self.hf_config is None or self.config is not None or self.repository in hub.MICROSOFT:
-            return None
-        if self.repository is not None:
-            return f"{self.path} is a Hugging Face model, which runs exact GELU, and so does this one"
-        return (
-            f"{self.path} is a Hugging Face model, which runs exact GELU; this one runs quick_gelu, with "
-            "which the published weights were trained"
-        )
-
     def architecture(self) -> str | CvTConfig:
         """Returns :attr:`config`, or else :attr:`preset`, or else what ``config.json`` says."""
         if self.config is not None:
@@ -231,12 +220,15 @@ class Checkpoint(NamedTuple):
 
 
 def warn_of_activation(checkpoint: Checkpoint) -> None:
-    """Warns if the activation should be chosen."""
-    reason = checkpoint.why_choose_activation()
-    if reason is not None:
-        warnings.warn(
-            f"{reason}; choose by activation='gelu' or 'quick_gelu'", stacklevel=stacklevel_of_caller()
-        )
+    """Warns if :attr:`Checkpoint.activation` may be the wrong one."""
+    known = checkpoint.repository in hub.MICROSOFT or checkpoint.config is not None
+    if known or checkpoint.hf_config is None:
+        return
+    ours = "; this one runs quick_gelu, with which the published weights were trained"
+    if checkpoint.repository is not None:
+        ours = ", and so does this one"
+    told = f"{checkpoint.path} is a Hugging Face model, which runs exact GELU{ours}"
+    warnings.warn(f"{told}; choose by activation='gelu' or 'quick_gelu'", stacklevel=stacklevel_of_caller())
 
 
 def build_fitting(checkpoint: Checkpoint, build: Callable[[], _Module]) -> _Module:

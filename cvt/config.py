@@ -436,10 +436,7 @@ def preset_of(embed_dims: tuple[int, ...], depths: tuple[int, ...]) -> str | Non
 
 
 def default_image_size(model: str | CvTConfig) -> int:
-    """Returns the default image size of a model.
-
-    The published weights of ``"cvt_w24"`` were trained with 384; every other model gets 224.
-    """
+    """Returns 384 for ``"cvt_w24"``, with which its published weights were trained, and 224 for others."""
     return 384 if model == "cvt_w24" else 224
 
 

@@ -82,7 +82,13 @@ def create_model(
         raise ValueError("out_indices: is for features_only=True")
     warn_of_missing_kernels()
     if pretrained:
-        checkpoint = _published_weights(model, checkpoint)
+        if checkpoint is not None:
+            raise ValueError(f"pretrained: got True beside checkpoint={checkpoint!r}, expected one of them")
+        if not isinstance(model, str):
+            names = ", ".join(PRETRAINED)
+            raise ValueError(f"pretrained: got True for {model!r}, which is not one of the models {names}")
+        resolve_config(model)
+        checkpoint = f"hf-hub:{PRETRAINED[model]}"
     if checkpoint is None:
         if model is None:
             raise TypeError("model: got None and no checkpoint, expected one of them")
@@ -99,16 +105,6 @@ def create_model(
     )
     load_checkpoint(built, state)
     return built
-
-
-def _published_weights(model: str | CvTConfig | None, checkpoint: Any) -> str:
-    if checkpoint is not None:
-        raise ValueError(f"pretrained: got True beside checkpoint={checkpoint!r}, expected one of them")
-    if not isinstance(model, str):
-        names = ", ".join(PRETRAINED)
-        raise ValueError(f"pretrained: got True for {model!r}, which is not one of the models {names}")
-    resolve_config(model)
-    return f"hf-hub:{PRETRAINED[model]}"
 
 
 def randomize(model: nn.Module, seed: int = SEED) -> None:

@@ -23,13 +23,7 @@ from cvt_kernels.messages import stacklevel_of_caller
 from cvt_kernels.records import LIMITS
 
 from .card import check_names
-from .config import (
-    LARGEST_IMAGE,
-    CvTConfig,
-    check_images,
-    default_image_size,
-    preset_of,
-)
+from .config import LARGEST_IMAGE, CvTConfig, check_images, default_image_size, preset_of
 from .files import filling, making, write_json
 from .reading import MOST_JSON, CheckpointError, read_json
 

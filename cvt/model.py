@@ -18,12 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cvt_kernels.checks import check_kind, check_tensor
 from cvt_kernels.models.blocks import BATCH_NORMS
-from cvt_kernels.models.class_token import (
-    class_token_of,
-    find_last,
-    is_block_wanted,
-    with_class_token_only,
-)
+from cvt_kernels.models.class_token import class_token_of, find_last, is_block_wanted, with_class_token_only
 from cvt_kernels.models.families.cvt import OWN_BLOCK, OWN_CLASSIFIER
 from cvt_kernels.models.forward import apply_layer_norm, forward_block
 from cvt_kernels.models.matching import parts_if_fused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,53 +62,30 @@ def segment_in_tiles(
         TypeError: An argument is of another type, or the model returns no logits.
         ValueError: A size does not fit, the model is in training mode, or returns another shape.
     """
-    tiles = Tiles(tile, overlap, context)
-    _check(model, images, tiles, logits)
+    _check(model, images, logits, tile, overlap, context)
     if not logits and max(images.shape[2:]) <= tile:
         return _classes_of(model, images)
-    strips = tiles.strips(model, images)
+    strips = _strips(model, images, tile, overlap, context)
     if not logits:
         strips = (_labels(strip.argmax(1), strip.shape[1]) for strip in strips)
     return torch.cat(list(strips), dim=-2)
 
 
-class Tiles(NamedTuple):
-    """The sizes of tiles, as :func:`segment_in_tiles` describes them.
-
-    Attributes:
-        tile: Height and width.
-        overlap: What neighbors share.
-        context: What only serves the inner pixels.
-    """
-
-    tile: int = 512
-    overlap: int = 128
-    context: int = 32
-
-    def check(self) -> None:
-        """Raises TypeError or ValueError, which names the field, for sizes that do not fit."""
-        _check_multiple("tile", self.tile, GRID)
-        _check_multiple("overlap", self.overlap, 0, self.tile - GRID)
-        checks.check_int("context", self.context, 0, self.overlap // 2)
-
-    def strips(self, model: Model, images: Tensor) -> Iterator[Tensor]:
-        """Yields the logits (B, K, h, W) of rows of tiles from top to bottom, float32 on the images' device.
-
-        The model and the images (B, C, H, W) are as of :func:`segment_in_tiles`; all h together are H.
-        """
-        height, width = images.shape[2:]
-        rows, columns = (_spans(size, self.tile, self.overlap) for size in (height, width))
-        across = _weights(columns, width, self.overlap, self.context)
-        pending: Tensor | None = None  # logits below the next row of tiles, to which it adds its own
-        following = [top for top, _ in rows[1:]] + [height]
-        down = _weights(rows, height, self.overlap, self.context)
-        for (top, bottom), weights, end in zip(rows, down, following, strict=True):
-            strip = _strip(model, images[:, :, top:bottom], columns, across)
-            strip *= weights[:, None].to(strip.device)
-            if pending is not None:
-                strip[:, :, : pending.shape[2]] += pending
-            pending = strip[:, :, end - top :].clone()
-            yield strip[:, :, : end - top]
+def _strips(model: Model, images: Tensor, tile: int, overlap: int, context: int) -> Iterator[Tensor]:
+    """Yields the logits (B, K, h, W) of rows of tiles from top to bottom, float32 on the images' device."""
+    height, width = images.shape[2:]
+    rows, columns = (_spans(size, tile, overlap) for size in (height, width))
+    across = _weights(columns, width, overlap, context)
+    pending: Tensor | None = None  # logits below the next row of tiles, to which it adds its own
+    following = [top for top, _ in rows[1:]] + [height]
+    down = _weights(rows, height, overlap, context)
+    for (top, bottom), weights, end in zip(rows, down, following, strict=True):
+        strip = _strip(model, images[:, :, top:bottom], columns, across)
+        strip *= weights[:, None].to(strip.device)
+        if pending is not None:
+            strip[:, :, : pending.shape[2]] += pending
+        pending = strip[:, :, end - top :].clone()
+        yield strip[:, :, : end - top]
 
 
 def _strip(model: Model, images: Tensor, columns: list[tuple[int, int]], weights: list[Tensor]) -> Tensor:
@@ -188,7 +165,7 @@ def _weights(spans: list[tuple[int, int]], size: int, overlap: int, context: int
     return [weight / total[start:end] for weight, (start, end) in zip(weights, spans, strict=True)]
 
 
-def _check(model: Model, images: Tensor, tiles: Tiles, logits: bool) -> None:
+def _check(model: Model, images: Tensor, logits: bool, tile: int, overlap: int, context: int) -> None:
     if not callable(model) or isinstance(model, type):
         raise TypeError(f"model: got {checks.shown(model)}, expected a module or a function")
     if isinstance(model, nn.Module) and model.training:
@@ -197,7 +174,9 @@ def _check(model: Model, images: Tensor, tiles: Tiles, logits: bool) -> None:
     checks.check_rank("images", images, 4, "(B, C, H, W)")
     if images.is_meta or 0 in images.shape:
         raise ValueError(f"images: got shape {tuple(images.shape)} on {images.device}, expected pixels")
-    tiles.check()
+    _check_multiple("tile", tile, GRID)
+    _check_multiple("overlap", overlap, 0, tile - GRID)
+    checks.check_int("context", context, 0, overlap // 2)
     checks.check_flag("logits", logits)
 
 

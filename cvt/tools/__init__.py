@@ -1,4 +1,1 @@
-"""Data sets, training, evaluation, explanation and pruning of models, and the command ``cvt``.
-
-The model imports none of it, but for names of ``cvt`` at their first use.
-"""
+"""Data sets, training, evaluation and explanation of models, and the command ``cvt``; no model needs it."""

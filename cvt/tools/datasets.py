@@ -75,15 +75,11 @@ class RandomCrop:
 class ImageDataset(Dataset["tuple[Tensor, int | Tensor] | Exception"]):
     """Labeled images as tensors, for training or evaluation.
 
-    An unusable image is returned as an exception, which :class:`Batches` raises or skips.
-
-    Args:
-        images: Paths, or images in memory.
-        labels: The class of each image, an index into ``classes``, which has their names.
-        image_size: Pixels of each side of the tensors.
-        crop_fraction: As in :func:`preprocess`, which makes the tensors; small images are taken too.
-        random_crop: Replaces :func:`preprocess`; depends only on ``seed``, ``epoch`` and index of the image,
-            the first two of which :class:`Batches` sets.
+    ``images`` are paths, or images in memory; ``labels`` their classes, indices into ``classes``, the names.
+    Tensors have ``image_size`` pixels a side, and are made by :func:`preprocess` with ``crop_fraction``, of
+    small images too. In its place ``random_crop`` depends only on ``seed``, ``epoch`` and index of the image,
+    the first two of which :class:`Batches` sets. An unusable image is returned as an exception, which
+    :class:`Batches` raises or skips.
 
     Raises:
         TypeError: A class has a name that is no string.
@@ -155,13 +151,9 @@ def open_dataset(
 ) -> ImageDataset:
     """Opens the digits of scikit-learn, or a folder of images, as a data set.
 
-    Args:
-        source: ``"digits"``, the 1797 scanned digits of scikit-learn, where every fifth is held out; or
-            a folder with ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``.
-        split: ``"train"`` or ``"val"``.
-        image_size: Pixels of each side of the tensors.
-        crop_fraction: As in :class:`ImageDataset`. Digits are never cropped in evaluation.
-        random_crop: As in :class:`ImageDataset`.
+    The source is ``"digits"``, the 1797 scanned digits of scikit-learn, where every fifth is held out, or a
+    folder with ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``. The rest is as in :class:`ImageDataset`. Digits
+    are never cropped in evaluation.
 
     Raises:
         ModuleNotFoundError: scikit-learn is needed and not installed.
@@ -269,14 +261,10 @@ class Batches:
     With ``shuffle`` the order depends on seed and epoch only, every process gets as many images, and an
     incomplete last batch is dropped. Otherwise every image comes exactly once.
 
-    Args:
-        dataset: What to read. Its ``seed`` and ``epoch`` are set.
-        batch_size: Images per batch of one process.
-        shuffle: See above.
-        seed: Of order and crops.
-        rank: Which of ``world_size`` processes this is.
-        workers: Processes that decode images; 0 decodes in this one.
-        corrupt: ``"error"`` raises for an unusable file, ``"skip"`` leaves it out with a warning.
+    A batch has ``batch_size`` images of this process, which is number ``rank`` of ``world_size``. Order and
+    crops follow ``seed`` and epoch, which are set in the data set. ``workers`` are processes that decode
+    images; 0 decodes in this one. ``corrupt="error"`` raises for an unusable file, ``"skip"`` leaves it out
+    with a warning.
 
     Raises:
         ValueError: A wrong argument, or fewer images than a batch with ``shuffle``.

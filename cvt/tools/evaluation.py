@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
@@ -23,6 +22,7 @@ from cvt_kernels.backends import requesting
 from cvt_kernels.tuning import clock
 
 LabeledImages = Iterable[tuple[Tensor, Tensor]]
+Answers = Iterator[tuple[Tensor, Tensor]]
 
 
 class Sums(NamedTuple):
@@ -32,24 +32,6 @@ class Sums(NamedTuple):
     top1: float
     top5: float
     images: float
-
-
-class PixelSums(NamedTuple):
-    """The figures of a segmenter over labeled images, as torchmetrics counts them.
-
-    Attributes:
-        miou: Intersection over union (IoU), mean over the classes that occur in labels or predictions.
-        pixel_accuracy: The fraction of the labeled pixels whose class is the most probable one.
-        loss: Cross-entropy, mean over the pixels that are labeled; NaN without any.
-        iou: (K,) float32, the IoU of each class, 0 for one that does not occur.
-        confusion: (K, K) int64: pixels of class i that were classified as j.
-    """
-
-    miou: float
-    pixel_accuracy: float
-    loss: float
-    iou: Tensor
-    confusion: Tensor
 
 
 class Evaluation(NamedTuple):
@@ -88,7 +70,16 @@ class Evaluation(NamedTuple):
 
 
 class PixelEvaluation(NamedTuple):
-    """The figures of a segmenter that :func:`evaluate_pixels` measured; see the other classes."""
+    """The figures of a segmenter that :func:`evaluate_pixels` measured; see also :class:`Evaluation`.
+
+    Attributes:
+        miou: Intersection over union (IoU), mean over the classes that occur in labels or predictions.
+        pixel_accuracy: The fraction of the labeled pixels whose class is the most probable one.
+        loss: Cross-entropy, mean over the pixels that are labeled; NaN without any.
+        iou: (K,) float32, the IoU of each class, 0 for one that does not occur.
+        confusion: (K, K) int64: pixels of class i that were classified as j.
+        images: The number of images.
+    """
 
     miou: float
     pixel_accuracy: float
@@ -96,8 +87,8 @@ class PixelEvaluation(NamedTuple):
     iou: Tensor
     confusion: Tensor
     images: int
-    images_per_second: float | None
-    peak_memory: int
+    images_per_second: float | None = None
+    peak_memory: int = 0
     is_disturbed: bool = False
 
 
@@ -108,26 +99,26 @@ class Cost(NamedTuple):
     multiply_adds: int
 
 
-@torch.no_grad()
-def add_up(
+def answers(
     model: Callable[[Tensor], Tensor],
     batches: LabeledImages,
     device: torch.device,
-    *,
     autocast: torch.dtype | None = None,
-    observe: Callable[[Tensor, Tensor, Tensor, Tensor], None] | None = None,
-) -> Sums:
-    """Sums up loss and hits of a classifier over labeled images; synchronizes the device only at the end.
+) -> Answers:
+    """Yields labels and logits in float32 of every batch, on the device of the model."""
+    for images, labels in batches:
+        images, labels = images.to(device), labels.to(device)
+        with torch.autocast(device.type, autocast, enabled=autocast is not None):
+            logits = model(images)
+        yield labels, logits.float()
 
-    The arguments are as of :func:`evaluate`. ``model`` is in evaluation mode on the device; ``observe`` is
-    called for every batch with images, labels, logits and its (B, 5) most probable classes.
-    """
+
+@torch.no_grad()
+def add_up(answers: Answers, device: torch.device) -> Sums:
+    """Sums up loss and hits of a classifier in evaluation mode; synchronizes the device only at the end."""
     parts, count = [torch.zeros(3, device=device)], 0
-    for images, labels, logits in _answers(model, batches, device, autocast):
-        top = logits.topk(min(5, logits.shape[-1])).indices
-        if observe is not None:
-            observe(images, labels, logits, top)
-        hits = top == labels[:, None]
+    for labels, logits in answers:
+        hits = logits.topk(min(5, logits.shape[-1])).indices == labels[:, None]
         loss = F.cross_entropy(logits, labels, reduction="sum")
         parts.append(torch.stack([loss, hits[:, 0].sum(), hits.sum()]))
         count += len(labels)
@@ -137,58 +128,27 @@ def add_up(
 
 @torch.no_grad()
 def add_up_pixels(
-    model: Callable[[Tensor], Tensor],
-    batches: LabeledImages,
-    device: torch.device,
-    classes: int,
-    *,
-    autocast: torch.dtype | None = None,
-    observe: Callable[[Tensor, Tensor, Tensor], None] | None = None,
-    together: bool = True,
-) -> PixelSums:
-    """Sums up the confusion of a segmenter's pixels by torchmetrics, which the extra ``train`` installs.
+    answers: Answers, device: torch.device, classes: int, *, together: bool = True
+) -> PixelEvaluation:
+    """Counts the pixels of a segmenter in evaluation mode by torchmetrics, of the extra ``train``.
 
-    The arguments are as of :func:`evaluate_pixels`. ``model`` is in evaluation mode on the device; with
-    images, labels and logits of every batch ``observe`` is called before they are added; with ``together``
-    the pixels of all processes are added up.
+    With ``together`` the pixels of all processes count. Speed and memory are not measured, and ``images`` are
+    of this process.
     """
     metrics = require("torchmetrics", "train")
-    kinds = metrics.classification
-    options = {"num_classes": classes, "ignore_index": IGNORED, "validate_args": False}
-    options |= {"sync_on_compute": together}
-    counts = metrics.MetricCollection(
-        {
-            "confusion": kinds.MulticlassConfusionMatrix(**options),
-            "iou": kinds.MulticlassJaccardIndex(average="none", **options),
-            "miou": kinds.MulticlassJaccardIndex(average="macro", **options),
-        },
-        compute_groups=[["confusion", "iou", "miou"]],  # which count the same
-    ).to(device)
-    loss = metrics.SumMetric(nan_strategy="disable", sync_on_compute=together).to(device)
-    for images, labels, logits in _answers(model, batches, device, autocast):
-        if observe is not None:
-            observe(images, labels, logits)
+    options = {"ignore_index": IGNORED, "validate_args": False, "sync_on_compute": together}
+    counts = metrics.classification.MulticlassConfusionMatrix(classes, **options).to(device)
+    loss, images = metrics.SumMetric(nan_strategy="disable", sync_on_compute=together).to(device), 0
+    for labels, logits in answers:
         counts.update(logits.argmax(1), labels)
         loss.update(pixel_loss(logits, labels, reduction="sum"))
-    figures = counts.compute()
-    confusion = figures["confusion"].cpu()
+        images += len(labels)
+    confusion = counts.compute().cpu()
+    right, occurring = confusion.diag(), confusion.sum(0) + confusion.sum(1)
+    iou = right / (occurring - right).clamp_min(1)
     mean_loss = (loss.compute().cpu() / confusion.sum()).item()
-    accuracy = (confusion.diag().sum().double() / confusion.sum()).item()
-    return PixelSums(figures["miou"].item(), accuracy, mean_loss, figures["iou"].cpu(), confusion)
-
-
-def _answers(
-    model: Callable[[Tensor], Tensor],
-    batches: LabeledImages,
-    device: torch.device,
-    autocast: torch.dtype | None,
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields images, labels and logits in float32 of every batch, on the device."""
-    for images, labels in batches:
-        images, labels = images.to(device), labels.to(device)
-        with torch.autocast(device.type, autocast, enabled=autocast is not None):
-            logits = model(images)
-        yield images, labels, logits.float()
+    accuracy = (right.sum().double() / confusion.sum()).item()
+    return PixelEvaluation(iou[occurring > 0].mean().item(), accuracy, mean_loss, iou, confusion, images)
 
 
 @torch.inference_mode()
@@ -203,52 +163,45 @@ def evaluate(model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype 
     Raises:
         ValueError: There is no image, an image has no label or one out of range, or logits are not finite.
     """
-    observer = _Observer(model)
     confusion = torch.zeros(0, 0, dtype=torch.int64)
 
-    def observe(images: Tensor, labels: Tensor, logits: Tensor, top: Tensor) -> None:
+    def counted(answers: Answers) -> Answers:
         nonlocal confusion
-        observer.check(labels, logits)
-        if not len(confusion):
-            confusion = confusion.new_zeros(logits.shape[1], logits.shape[1])
-        places = labels.cpu(), top[:, 0].cpu()
-        confusion.index_put_(places, torch.ones_like(places[0]), accumulate=True)
+        for labels, logits in answers:
+            if not len(confusion):
+                confusion = confusion.new_zeros(logits.shape[1], logits.shape[1])
+            places = labels.cpu(), logits.topk(1).indices[:, 0].cpu()
+            confusion.index_put_(places, torch.ones_like(places[0]), accumulate=True)
+            yield labels, logits
 
-    with _eval_mode(model):
-        sums = add_up(observer.forward, batches, observer.device, autocast=autocast, observe=observe)
+    with _observing(model) as observer:
+        sums = add_up(counted(observer.answers(batches, autocast)), observer.device)
     if not sums.images:
         raise ValueError("batches: got no images, expected at least one")
     top1, top5, loss = (part / sums.images for part in (sums.top1, sums.top5, sums.loss))
-    return Evaluation(top1, top5, loss, confusion, *observer.cost())
+    return Evaluation(top1, top5, loss, confusion, **observer.cost())
 
 
 @torch.inference_mode()
 def evaluate_pixels(
-    model: nn.Module,
-    batches: LabeledImages,
-    *,
-    autocast: torch.dtype | None = None,
+    model: nn.Module, batches: LabeledImages, *, autocast: torch.dtype | None = None
 ) -> PixelEvaluation:
-    """Evaluates a segmenter on images with label maps; every labeled pixel counts the same.
+    """Evaluates a :class:`cvt.CvTSegmenter` on images with label maps; every labeled pixel counts the same.
 
-    Args:
-        model: A :class:`cvt.CvTSegmenter`. Runs in evaluation mode and is left in the modes it had.
-        batches: Pairs of images (B, 3, H, W) and labels (B, H, W), int64: classes from 0, or 255 for pixels
-            that do not count.
-        autocast: As in :func:`evaluate`.
+    The batches are pairs of images (B, 3, H, W) and labels (B, H, W), int64: classes from 0, or 255 for
+    pixels that do not count. The rest is as in :func:`evaluate`.
 
     Raises:
         ModuleNotFoundError: torchmetrics is not installed.
         ValueError: There is no labeled pixel, a label is out of range, or logits are not finite.
     """
-    observer, config = _Observer(model), cast(Any, model).config
-    settings: dict[str, Any] = {"autocast": autocast, "together": False}
-    settings["observe"] = lambda images, labels, logits: observer.check(labels, logits)
-    with _eval_mode(model):
-        sums = add_up_pixels(observer.forward, batches, observer.device, config.num_classes, **settings)
-    if not sums.confusion.sum():
+    classes = cast(Any, model).config.num_classes
+    with _observing(model) as observer:
+        found = observer.answers(batches, autocast)
+        counted = add_up_pixels(found, observer.device, classes, together=False)
+    if not counted.confusion.sum():
         raise ValueError("batches: got no labeled pixels, expected at least one")
-    return PixelEvaluation(*sums, sum(observer.sizes), *observer.cost())
+    return counted._replace(**observer.cost())
 
 
 class _Observer:
@@ -256,54 +209,58 @@ class _Observer:
 
     def __init__(self, model: nn.Module):
         self.device = next(model.parameters()).device
-        self.sizes: list[int] = []  # of batches
         self._model = model
         self._times: dict[int, clock.Times] = defaultdict(clock.Times)  # by the size of batches
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Runs the model."""
+    def answers(self, batches: LabeledImages, autocast: torch.dtype | None) -> Answers:
+        """Yields labels and logits of every batch, which are checked, and times the forward passes."""
+        for number, (labels, logits) in enumerate(answers(self._forward, batches, self.device, autocast)):
+            _check(f"batches[{number}]", labels, logits)
+            yield labels, logits
+
+    def _forward(self, images: Tensor) -> Tensor:
         with self._times[len(images)].run(self.device):
-            logits = self._model(images)
-        self.sizes.append(len(images))
-        return logits
+            return self._model(images)
 
-    def check(self, labels: Tensor, logits: Tensor) -> None:
-        """Raises unless each image or pixel has a class (a pixel may have 255), and logits are finite."""
-        name, classes, of_pixels = f"batches[{len(self.sizes) - 1}]", logits.shape[1], logits.ndim > 2
-        expected = (len(logits), *logits.shape[2:])
-        if labels.dtype != torch.int64 or labels.shape != expected:
-            got = f"{tuple(labels.shape)} and dtype {labels.dtype}"
-            raise ValueError(f"{name}: got labels of shape {got}, expected {expected} and torch.int64")
-        wrong = labels[((labels < 0) | (labels >= classes)) & ((labels != IGNORED) | (not of_pixels))]
-        if len(wrong):
-            raise ValueError(
-                f"{name}: got label {int(wrong[0])}, expected 0 to {classes - 1}, the model's classes"
-            )
-        if not logits.isfinite().all():
-            raise ValueError(f"{name}: the model gives logits that are not finite")
-
-    def cost(self) -> tuple[float | None, int, bool]:
+    def cost(self) -> dict[str, Any]:
         """Returns ``images_per_second``, ``peak_memory`` and ``is_disturbed`` of :class:`Evaluation`."""
         size = max(self._times, key=lambda size: len(self._times[size].seconds))
         times = self._times[size].without_first()
         if self.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(self.device)
         else:
-            unit = 1 if sys.platform == "darwin" else 1024
-            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if len(times.seconds) < clock.LEAST_RUNS:
-            return None, memory, False
-        return size / times.median, memory, times.is_disturbed
+            return {"images_per_second": None, "peak_memory": memory}
+        speed, is_disturbed = size / times.median, times.is_disturbed
+        return {"images_per_second": speed, "peak_memory": memory, "is_disturbed": is_disturbed}
+
+
+def _check(name: str, labels: Tensor, logits: Tensor) -> None:
+    """Raises unless each image or pixel has a class (a pixel may have 255), and logits are finite."""
+    classes, of_pixels = logits.shape[1], logits.ndim > 2
+    expected = (len(logits), *logits.shape[2:])
+    if labels.dtype != torch.int64 or labels.shape != expected:
+        got = f"{tuple(labels.shape)} and dtype {labels.dtype}"
+        raise ValueError(f"{name}: got labels of shape {got}, expected {expected} and torch.int64")
+    wrong = labels[((labels < 0) | (labels >= classes)) & ((labels != IGNORED) | (not of_pixels))]
+    if len(wrong):
+        raise ValueError(
+            f"{name}: got label {int(wrong[0])}, expected 0 to {classes - 1}, the model's classes"
+        )
+    if not logits.isfinite().all():
+        raise ValueError(f"{name}: the model gives logits that are not finite")
 
 
 @contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def _observing(model: nn.Module) -> Iterator[_Observer]:
+    """Puts a model into evaluation mode for the block, and yields what observes it."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        yield
+        yield _Observer(model)
     finally:
         for module, training in modes:
             module.training = training
@@ -320,11 +277,17 @@ def cost(config: CvTConfig, image_size: int) -> Cost:
     the figure is the same on every machine. With ``token_keep="entropy"`` as many tokens stay as can be.
     ValueError is raised for images that are too small for the model.
     """
-    from torch.utils.flop_counter import FlopCounterMode  # 0.2 s, which other commands need not wait for
-
     with torch.device("meta"):
         model = build(config).eval()
-    image = torch.empty(1, config.in_chans, image_size, image_size, device="meta")
-    with requesting("reference"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(image)
-    return Cost(sum(p.numel() for p in model.parameters()), counter.get_total_flops() // 2)
+    with requesting("reference"):
+        operations = count_operations(model, 1, config.in_chans, image_size, image_size)
+    return Cost(sum(p.numel() for p in model.parameters()), operations // 2)
+
+
+def count_operations(model: nn.Module, *shape: int) -> int:
+    """Counts the operations of a forward of a model on the meta device, a sum being one too."""
+    from torch.utils.flop_counter import FlopCounterMode  # 0.2 s, which other commands need not wait for
+
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.empty(shape, device="meta"))
+    return counter.get_total_flops()

@@ -68,14 +68,10 @@ class Explanation(NamedTuple):
 
 @torch.inference_mode()
 def explain(model: CvT, images: Tensor) -> Explanation:
-    """Runs a model and records the attention of every block.
+    """Runs a model on images (B, in_chans, H, W) and records the attention of every block.
 
-    Args:
-        model: In evaluation mode. It is not changed: hooks on its linear layers read queries and keys.
-        images: (B, in_chans, H, W), as the model takes them.
-
-    Raises:
-        ValueError: The model is in training mode, or its logits are not finite.
+    The model is not changed: hooks on its linear layers read queries and keys. ValueError is raised for a
+    model in training mode, and for logits that are not finite.
     """
     if model.training:
         raise ValueError("model: is in training mode, expected model.eval()")
@@ -90,10 +86,7 @@ def explain(model: CvT, images: Tensor) -> Explanation:
     rows = [0] if model.config.pool == "cls" else list(range(queries - tokens, queries))
     start = torch.zeros(queries).to(matrices[0])
     start[rows] = 1 / len(rows)
-    probabilities = ck.attention_map(
-        last.q, last.k, rows=rows, scale=last.attention.scale, position=last.attention.position_for(last.grid)
-    ).probabilities
-    seen = _mean(probabilities, last.kept[:, None, rows, None], 2)
+    seen = _mean(last.map(rows).probabilities, last.kept[:, None, rows, None], 2)
     attention = seen[..., -math.prod(last.key_grid) :].unflatten(-1, last.key_grid)
     spread = spread_keys(last.grid, last.stride, class_token=queries > tokens).to(start)
     in_last = torch.stack([call.kept for call in calls if call.stage == last.stage], 1)
@@ -149,6 +142,12 @@ class _AttentionCall(NamedTuple):
         height, width = ((tokens - 1) // self.stride + 1 for tokens in self.grid)
         return height, width
 
+    def map(self, rows: list[int]) -> ck.AttentionMap:
+        """Returns what some of the queries attend to."""
+        options: dict[str, Any] = {"grid": self.key_grid, "query_grid": self.grid}
+        options |= {"scale": self.attention.scale, "position": self.attention.position_for(self.grid)}
+        return ck.attention_map(self.q, self.k, rows=rows, **options)
+
 
 def _record(model: CvT, images: Tensor) -> tuple[Tensor, list[_AttentionCall]]:
     """Returns the logits, and what the attention of every block was called with, in order."""
@@ -191,15 +190,7 @@ def _summarize(call: _AttentionCall, keep: bool) -> tuple[BlockAttention, Tensor
     distance: list[Tensor] = []
     matrix: list[Tensor] = []
     for rows in torch.arange(call.q.shape[1]).split(_ROWS):
-        part = ck.attention_map(
-            call.q,
-            call.k,
-            rows=rows.tolist(),
-            scale=call.attention.scale,
-            grid=call.key_grid,
-            query_grid=call.grid,
-            position=call.attention.position_for(call.grid),
-        )
+        part = call.map(rows.tolist())
         entropy.append(part.entropy)
         distance.append(cast(Tensor, part.distance))  # there is a grid
         if keep:
@@ -308,7 +299,8 @@ def _page(captions: Iterable[str], photo: Image.Image, title: str) -> tuple[Any,
     """Returns a figure with the photograph below each caption, side by side, and its axes."""
     captions = list(captions)
     size = 5 * len(captions), 5 * photo.height / photo.width + 2
-    figure = figure_class()(figsize=size, dpi=100, layout="constrained")
+    new = require("matplotlib.figure", "explain").Figure  # outside of pyplot, which would ask for a display
+    figure = new(figsize=size, dpi=100, layout="constrained")
     figure.suptitle(title, parse_math=False)
     axes = figure.subplots(1, len(captions), squeeze=False)[0]
     for panel, caption in zip(axes, captions, strict=True):
@@ -346,8 +338,3 @@ def as_json(explanation: Explanation, labels: Sequence[str] | None = None) -> di
         ],
         "kept": explanation.kept[0].int().tolist(),
     }
-
-
-def figure_class() -> Any:
-    """Returns Matplotlib's ``Figure``."""
-    return require("matplotlib.figure", "explain").Figure  # not pyplot, which asks for a window system

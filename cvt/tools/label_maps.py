@@ -40,22 +40,10 @@ class LabelMapDataset(ImageDataset):
     palette. Labels are int64 (image_size, image_size). ValueError is also raised for more than 255 classes.
     """
 
-    def __init__(
-        self,
-        images: Sequence[Path],
-        labels: Sequence[Path],
-        classes: Sequence[str],
-        image_size: int,
-        *,
-        crop_fraction: float | None = 1.0,
-        random_crop: RandomCrop | None = None,
-    ):
-        if len(classes) > IGNORED:
-            raise ValueError(
-                f"classes: got {len(classes)}, expected at most {IGNORED}; {IGNORED} is no class"
-            )
-        options: dict[str, Any] = {"crop_fraction": crop_fraction, "random_crop": random_crop}
-        super().__init__(images, labels, classes, image_size, **options)
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **{"crop_fraction": 1.0, **options})
+        if (count := len(self.classes)) > IGNORED:
+            raise ValueError(f"classes: got {count}, expected at most {IGNORED}; {IGNORED} is no class")
 
     def _sample(self, index: int, image: Image.Image) -> tuple[Tensor, Tensor]:
         label_map = self._label_map(self.labels[index], image.size)
@@ -124,15 +112,10 @@ def open_label_maps(
 ) -> LabelMapDataset:
     """Opens a folder of images and label maps as a data set.
 
-    Args:
-        source: A folder with ``train/images/NAME.jpg``, ``train/labels/NAME.png`` and the same in ``val/``;
-            its ``classes.txt``, if it has one, names a class in each line.
-        split: ``"train"`` or ``"val"``.
-        image_size: Pixels of each side of the tensors.
-        classes: The names without ``classes.txt``; None for numbers up to the largest in all label maps,
-            which are all read for that.
-        random_crop: As in :class:`LabelMapDataset`.
-        corrupt: ``"error"`` raises for a label map that cannot be read for that, ``"skip"`` warns.
+    The folder has ``train/images/NAME.jpg``, ``train/labels/NAME.png`` and the same in ``val/``. Its
+    ``classes.txt``, if it has one, names a class in each line; without it ``classes`` does, or None for
+    numbers up to the largest in all label maps, which are all read for that: for one that cannot be read
+    ``corrupt="error"`` raises, ``"skip"`` warns. The rest is as in :class:`LabelMapDataset`.
 
     Raises:
         FileNotFoundError: There is no such folder, or an image has no label map.

@@ -10,7 +10,7 @@ from cvt.tools.commands.compile import launches
 from cvt_kernels.launch.launching import Chip
 from tests.benchmarks import forwards
 
-STAGES = launches.stages("cvt_13")
+STAGES = launches.stages_of("cvt_13")
 ROWS = 256 * 197  # of tokens in stage 3
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import models, recorded
+from benchmarks import models
 from cvt import create_model
 from cvt.tools.commands.bench import contest, workers
 from cvt.tools.commands.bench.contenders import CONTENDERS, made
@@ -20,7 +20,7 @@ TURN = workers.Turn(0.25, 0.5, 0.0)
 class Benchmark:
     """Stands in for pytest-benchmark's fixture: it times by a timer."""
 
-    def __init__(self, timer=recorded.MARK.kwargs["timer"]):
+    def __init__(self, timer=models.MARK.kwargs["timer"]):
         self.timer, self.extra_info, self.group, self.data = timer, {}, None, []
 
     def pedantic(self, target, rounds):

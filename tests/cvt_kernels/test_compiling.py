@@ -22,7 +22,7 @@ class Driver:
 
 driver.set_active(Driver())
 started = []
-for stage in launches.stages("cvt_13"):
+for stage in launches.stages_of("cvt_13"):
     with torch.no_grad():
         attend = launches.TRITON_OPERATORS["attention"]
         started += attend(stage, torch.bfloat16, Chip(90, 132), batch=1, training=False)
@@ -123,7 +123,7 @@ from cvt_kernels import backends
 from cvt_kernels.launch import launching
 from cvt_kernels.tuning import tuner
 
-stage, found = launches.stages("cvt_13", 64)[2], 0
+stage, found = launches.stages_of("cvt_13", 64)[2], 0
 
 class Step(launches.Step):
     def tensor(self, *shape, dtype=None):

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import cvt_kernels as ck
 from cvt.checkpoints import local_place
 from cvt.extras import require
+from cvt.images import open_image
 
 from .common import print_result
 from .paths import reporting
@@ -42,7 +42,14 @@ def check(arguments: argparse.Namespace) -> int:
     name = arguments.checkpoint
     with reporting(arguments.json) as report_json:
         place = _place(name)
-        model, loading = _load(place)
+        transformers = require("transformers", "hf")
+        architecture = next(iter(transformers.AutoConfig.from_pretrained(place).architectures or ()), "none")
+        if not hasattr(transformers, architecture):
+            raise ValueError(
+                f"checkpoint: its architecture is {architecture}, expected a class of transformers"
+            )
+        made, loading = getattr(transformers, architecture).from_pretrained(place, output_loading_info=True)
+        model = made.float().eval()
         content: dict[str, Any] = {
             "checkpoint": name,
             "model": type(model).__name__,
@@ -66,7 +73,14 @@ def check(arguments: argparse.Namespace) -> int:
 
 def _run(model: Any, place: str, photo: str | None, content: dict[str, Any]) -> list[str]:
     """Computes the first values and verifies the accelerated model; adds both to the content."""
-    image = _photo(place, photo) if photo else _random_image(model)
+    if photo:  # as the checkpoint asks for
+        processor = require("transformers", "hf").AutoImageProcessor.from_pretrained(place)
+        with open_image(photo) as file:
+            image = processor(images=file.convert("RGB"), return_tensors="pt")["pixel_values"]
+    else:
+        size = getattr(model.config, "image_size", None) or 224
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        image = torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         output = model(image)
     result = output.logits if "logits" in output else output[0]  # such as a depth
@@ -93,31 +107,6 @@ def _place(name: str) -> str:
         expected = "owner/name on the Hub or a directory with config.json, with --check"
         raise ValueError(f"checkpoint: got {name}, expected {expected}")
     return str(place)
-
-
-def _load(place: str) -> tuple[Any, dict[str, Any]]:
-    transformers = require("transformers", "hf")
-    architecture = next(iter(transformers.AutoConfig.from_pretrained(place).architectures or ()), "none")
-    if not hasattr(transformers, architecture):
-        raise ValueError(f"checkpoint: its architecture is {architecture}, expected a class of transformers")
-    model, loading = getattr(transformers, architecture).from_pretrained(place, output_loading_info=True)
-    return model.float().eval(), loading
-
-
-def _photo(place: str, path: str) -> Tensor:
-    """Prepares a photograph as the checkpoint asks for."""
-    from cvt.images import open_image  # lazy: Pillow would slow down --help
-
-    processor = require("transformers", "hf").AutoImageProcessor.from_pretrained(place)
-    with open_image(path) as photo:
-        pixels: Tensor = processor(images=photo.convert("RGB"), return_tensors="pt")["pixel_values"]
-    return pixels
-
-
-def _random_image(model: Any) -> Tensor:
-    size = getattr(model.config, "image_size", None) or 224
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return torch.randn(1, 3, height, width, generator=torch.Generator().manual_seed(0))
 
 
 def _numbers(values: Sequence[float]) -> str:

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from cvt.huggingface import CheckpointError
 from cvt_kernels.messages import printable_word
 
-from .common import CHECKPOINT, MODEL, add, load_model, option, positive_int, print_result, resolve_device
+from .common import CHECKPOINT, MODEL, add, load_model, option, positive_int, print_result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _classify(arguments: argparse.Namespace) -> None:
     """Prints only when every photograph has been classified."""
-    device = resolve_device(arguments.device)
-    loaded = load_model(arguments, device)
+    loaded = load_model(arguments)
     model, photos = loaded.classifier, arguments.photos
     labels = loaded.labels(arguments.labels)
     batches = []
@@ -36,7 +35,7 @@ def _classify(arguments: argparse.Namespace) -> None:
         for start in range(0, len(photos), arguments.batch_size):
             images = loaded.read(photos[start : start + arguments.batch_size])
             with torch.inference_mode():
-                batches.append(model(images.to(device)).softmax(dim=-1).cpu())
+                batches.append(model(images.to(loaded.device)).softmax(dim=-1).cpu())
             progress.update(len(images))
 
     probabilities = torch.cat(batches)

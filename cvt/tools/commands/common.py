@@ -9,34 +9,24 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from cvt import config
 from cvt.checkpoints import Checkpoint, read_checkpoint
-from cvt.config import (
-    ACTIVATIONS,
-    LARGEST_IMAGE,
-    MOST_IMAGES,
-    MOST_SEED,
-    PRESETS,
-    Head,
-    TokenKeep,
-    default_image_size,
-)
 from cvt.factory import create_model
 from cvt.hub import PRETRAINED
 from cvt.huggingface import Preprocessing
+from cvt.images import load_images, read_labels
 from cvt.model import CvT
 from cvt.segmentation import CvTSegmenter
 from cvt_kernels.messages import printable
 
+from ..datasets import DIGITS, Batches, Corrupt, ImageDataset, RandomCrop, open_dataset, open_parts
+from ..label_maps import has_label_maps, open_label_maps
 from .paths import STDOUT, InputPath
-
-if TYPE_CHECKING:
-    from ..datasets import Batches, Corrupt, ImageDataset, RandomCrop
-
 
 # Arguments ------------------------------------------------------------------------------------------------
 
@@ -55,11 +45,11 @@ def integer(least: int, most: int) -> Callable[[str], int]:
 
 
 positive_int = integer(1, 10**9)
-image_size = integer(1, LARGEST_IMAGE)
-batch_size = integer(1, MOST_IMAGES)
+image_size = integer(1, config.LARGEST_IMAGE)
+batch_size = integer(1, config.MOST_IMAGES)
 
 
-def token_keep(text: str) -> TokenKeep | tuple[TokenKeep, ...]:
+def token_keep(text: str) -> config.TokenKeep | tuple[config.TokenKeep, ...]:
     """Parses an argument of argparse for the field ``token_keep`` of :class:`CvTConfig`, which checks it."""
     try:
         values = tuple("entropy" if part == "entropy" else float(part) for part in text.split(","))
@@ -67,7 +57,7 @@ def token_keep(text: str) -> TokenKeep | tuple[TokenKeep, ...]:
         raise argparse.ArgumentTypeError(
             f"got {text!r}, expected a fraction, entropy, or several with commas between"
         ) from error
-    return cast(tuple[TokenKeep, ...], values) if len(values) > 1 else cast(TokenKeep, values[0])
+    return cast(Any, values if len(values) > 1 else values[0])
 
 
 #: The help of ``--checkpoint``.
@@ -79,11 +69,11 @@ CHECKPOINT = (
 _ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     "photos": ("image file (JPEG, PNG, WebP, …)", {"nargs": "+", "type": InputPath, "metavar": "PHOTO"}),
     "--checkpoint": (CHECKPOINT, {"type": InputPath, "required": True}),
-    "--model": ("architecture (default: detected from the checkpoint)", {"choices": tuple(PRESETS)}),
+    "--model": ("architecture (default: detected from the checkpoint)", {"choices": tuple(config.PRESETS)}),
     "--activation": (
         "activation of the MLPs (default: quick_gelu for the published weights, gelu for other models on the "
         "Hub)",
-        {"choices": tuple(ACTIVATIONS)},
+        {"choices": tuple(config.ACTIVATIONS)},
     ),
     "--image-size": (
         "side of the input images in pixels (default: as trained, or else 224, 384 for cvt_w24); no center "
@@ -112,7 +102,7 @@ _ARGUMENTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "--seed": (
         "seed for choosing the calibration images",
-        {"type": integer(0, MOST_SEED), "default": 0},
+        {"type": integer(0, config.MOST_SEED), "default": 0},
     ),
     "--device": ("cpu, cuda, cuda:1, … (default: cuda if available)", {}),
 }
@@ -167,11 +157,12 @@ def naming_options(*names: str) -> Iterator[None]:
 
 
 class LoadedModel(NamedTuple):
-    """A model in evaluation mode, and the size of its images."""
+    """A model in evaluation mode, the size of its images, and its device."""
 
     model: CvT | CvTSegmenter
     checkpoint: Checkpoint
     image_size: int
+    device: torch.device
 
     @property
     def classifier(self) -> CvT:
@@ -193,15 +184,11 @@ class LoadedModel(NamedTuple):
 
     def read(self, photos: list[str]) -> Tensor:
         """Reads photographs as the model takes them: float32 (len(photos), 3, image_size, image_size)."""
-        from cvt.images import load_images  # lazy: Pillow would slow down --help
-
         upscale = self.checkpoint.preprocessing is not None
         return load_images(photos, self.image_size, crop_fraction=self.crop_fraction, upscale=upscale)
 
     def labels(self, file: str | None) -> list[str] | None:
         """Returns the class names from a file, or else the checkpoint's, or None."""
-        from cvt.images import read_labels
-
         return self.checkpoint.labels if file is None else read_labels(file, self.model.num_classes)
 
     def check_classes(self, classes: list[str], data: str) -> None:
@@ -214,11 +201,12 @@ class LoadedModel(NamedTuple):
             raise ValueError(f"{data}: its classes have other names than those of {self.checkpoint.path}")
 
 
-def load_model(arguments: argparse.Namespace, device: torch.device | str) -> LoadedModel:
-    """Loads the model that the arguments of ``MODEL`` and ``--token-keep`` name.
+def load_model(arguments: argparse.Namespace) -> LoadedModel:
+    """Loads the model that the arguments of ``MODEL`` and ``--token-keep`` name onto ``--device``.
 
     It raises FileNotFoundError or CheckpointError where that cannot be loaded.
     """
+    device = resolve_device(getattr(arguments, "device", "cpu"))
     checkpoint = read_checkpoint(arguments.checkpoint or f"hf-hub:{PRETRAINED[arguments.model or 'cvt_13']}")
     chosen = {"token_keep": getattr(arguments, "token_keep", None), "activation": arguments.activation}
     overrides: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
@@ -227,33 +215,29 @@ def load_model(arguments: argparse.Namespace, device: torch.device | str) -> Loa
     preprocessing = checkpoint.preprocessing or Preprocessing(None)
     for remark in preprocessing.remarks:
         warnings.warn(remark, stacklevel=2)
-    usual = default_image_size(arguments.model or checkpoint.architecture())
+    usual = config.default_image_size(arguments.model or checkpoint.architecture())
     size = arguments.image_size or preprocessing.image_size or usual
-    return LoadedModel(model.to(device).eval(), checkpoint, size)
+    return LoadedModel(model.to(device).eval(), checkpoint, size, device)
 
 
 def open_calibration(
     arguments: argparse.Namespace, loaded: LoadedModel, images: int
 ) -> tuple[Batches, Batches]:
     """Opens ``--calibrate``: that many images, drawn by ``--seed``, and the held-out images."""
-    from ..datasets import Batches, open_parts  # lazy: Pillow would slow down --help
-
     source = arguments.calibrate
     fitted, held_out = open_parts(source, loaded.image_size, crop_fraction=loaded.crop_fraction)
     loaded.check_classes(fitted.classes, f"--calibrate {source}")
     drawn = random.Random(arguments.seed).sample(range(len(fitted)), min(images, len(fitted)))
     options: dict[str, Any] = {"workers": arguments.workers, "corrupt": arguments.corrupt}
-    first, second = (
-        Batches(part, arguments.batch_size, **options) for part in (fitted.part(sorted(drawn)), held_out)
-    )
-    return first, second
+    chosen = Batches(fitted.part(sorted(drawn)), arguments.batch_size, **options)
+    return chosen, Batches(held_out, arguments.batch_size, **options)
 
 
 def open_split(
     source: str,
     split: Literal["train", "val"],
     image_size: int,
-    head: Head,
+    head: config.Head,
     *,
     classes: Sequence[str] | None = None,
     crop_fraction: float | None = None,
@@ -265,9 +249,6 @@ def open_split(
     The arguments and errors are ``open_dataset``'s and ``open_label_maps``'s; data of the other kind raise
     ValueError.
     """
-    from ..datasets import DIGITS, open_dataset  # lazy: Pillow would slow down --help
-    from ..label_maps import has_label_maps, open_label_maps
-
     if head == "segment":
         if source == DIGITS:
             raise ValueError(

@@ -14,10 +14,11 @@ from cvt.model import CvT
 from cvt_kernels.messages import aligned
 from cvt_kernels.tuning import clock
 
+from ..datasets import Batches
 from ..evaluation import Cost, Evaluation, PixelEvaluation, cost, evaluate, evaluate_pixels
 from ..training.recipe import PRECISIONS
 from .check import PHOTO, check
-from .common import BATCHES, MODEL, add, load_model, open_split, option, print_result, resolve_device
+from .common import BATCHES, MODEL, add, load_model, open_split, option, print_result
 from .paths import InputPath, add_json_argument, reporting
 
 _WORST = 10  # classes of a report
@@ -51,10 +52,7 @@ def _evaluate(arguments: argparse.Namespace) -> int | None:
         return check(arguments)
     if arguments.data is None or arguments.photo is not None:
         raise ValueError("--data: got none or --photo beside it, expected it without --photo, or --check")
-    from ..datasets import Batches  # lazy: Pillow would slow down --help
-
-    device = resolve_device(arguments.device)
-    loaded = load_model(arguments, device)
+    loaded = load_model(arguments)
     model, size, data = loaded.model, loaded.image_size, arguments.data
     options: dict[str, Any] = {"classes": loaded.checkpoint.labels, "corrupt": arguments.corrupt}
     options["crop_fraction"] = loaded.crop_fraction
@@ -69,11 +67,11 @@ def _evaluate(arguments: argparse.Namespace) -> int | None:
         costs = cost(model.config, size)
         names = ("checkpoint", "data", "batch_size", "precision")
         setting = {name: getattr(arguments, name) for name in names}
-        setting |= {"image_size": size, "token_keep": model.config.token_keep, "device": str(device)}
+        setting |= {"image_size": size, "token_keep": model.config.token_keep, "device": str(loaded.device)}
         report_json(setting | as_json(evaluation, costs, labels))
     if evaluation.is_disturbed:
         warnings.warn(clock.DISTURBED, stacklevel=1)
-    setup = f"{size}×{size} pixels, {arguments.precision} on {device}"
+    setup = f"{size}×{size} pixels, {arguments.precision} on {loaded.device}"
     heading = f"{arguments.checkpoint} on {data}, {setup}"
     print_result(arguments, [heading, "", report(evaluation, costs, labels)])
     return None
@@ -82,47 +80,40 @@ def _evaluate(arguments: argparse.Namespace) -> int | None:
 # The report -----------------------------------------------------------------------------------------------
 
 
-def report(evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str] | None = None) -> str:
+def report(evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str]) -> str:
     """Returns a table of the figures, and one of the classes with the lowest accuracy."""
-    figures_of = evaluation._asdict()
+    figures_of, speed = evaluation._asdict(), evaluation.images_per_second
     figures = [
         ("images", f"{evaluation.images}"),
         *((title, f"{score:.2%}") for name, title in _SCORES if (score := figures_of.get(name)) is not None),
         ("loss", f"{evaluation.loss:.4f}"),
         ("parameters", _scaled(costs.parameters)),
         ("multiply-adds", _scaled(costs.multiply_adds)),
-        ("images/s", _speed(evaluation)),
+        ("images/s", "too few batches" if speed is None else f"{speed:.1f}"),
         ("peak memory", f"{evaluation.peak_memory / 2**20:.0f} MiB"),
     ]
     return "\n".join([*aligned(figures, right=[1]), "", *aligned(_worst(evaluation, labels), right=[1, 2])])
 
 
-def _worst(
-    evaluation: Evaluation | PixelEvaluation, labels: Sequence[str] | None
-) -> list[tuple[str, str, str, str]]:
+def _worst(evaluation: Evaluation | PixelEvaluation, labels: Sequence[str]) -> list[tuple[str, ...]]:
     """Returns the rows of the classes with the lowest accuracy or IoU, of those that occur."""
-
-    def name(index: int) -> str:
-        return f"class {index}" if labels is None else labels[index]
-
     confusion = evaluation.confusion
     if isinstance(evaluation, PixelEvaluation):
         figures, occurs = evaluation.iou, confusion.sum(0) + confusion.sum(1) > 0
-        rows = [("class", "pixels", "IoU", "most often taken for")]
+        kinds = "pixels", "IoU"
     else:
         figures, occurs = evaluation.per_class, confusion.sum(1) > 0
-        rows = [("class", "images", "right", "most often taken for")]
+        kinds = "images", "right"
+    rows: list[tuple[str, ...]] = [("class", *kinds, "most often taken for")]
     for i in [int(i) for i in figures.argsort(stable=True) if occurs[i]][:_WORST]:
         others = confusion[i].clone()
         others[i] = 0
-        confused = f"{name(int(others.argmax()))} ({int(others.max())})" if others.any() else ""
-        rows.append((name(i), f"{int(confusion[i].sum())}", f"{figures[i]:.2%}", confused))
+        confused = f"{labels[int(others.argmax())]} ({int(others.max())})" if others.any() else ""
+        rows.append((labels[i], f"{int(confusion[i].sum())}", f"{figures[i]:.2%}", confused))
     return rows
 
 
-def as_json(
-    evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str] | None = None
-) -> dict[str, Any]:
+def as_json(evaluation: Evaluation | PixelEvaluation, costs: Cost, labels: Sequence[str]) -> dict[str, Any]:
     """Returns the metrics as plain numbers, with every class' own and the full confusion matrix.
 
     The accuracy of a class without images is null.
@@ -132,12 +123,7 @@ def as_json(
         per_class = evaluation.per_class.tolist()
         figures["per_class"] = [None if accuracy != accuracy else accuracy for accuracy in per_class]
     plain = {name: each.tolist() if isinstance(each, Tensor) else each for name, each in figures.items()}
-    return plain | {"labels": None if labels is None else list(labels)}
-
-
-def _speed(evaluation: Evaluation | PixelEvaluation) -> str:
-    speed = evaluation.images_per_second
-    return "too few batches" if speed is None else f"{speed:.1f}"
+    return plain | {"labels": list(labels)}
 
 
 def _scaled(count: int) -> str:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from cvt.extras import require
 from cvt.files import filling, making, write_json
 
-from .common import MODEL, add, load_model, option, print_result, resolve_device
+from ..explanation import as_json, class_title, explain, photograph, pictures
+from .common import MODEL, add, load_model, option, print_result
 from .paths import OutputPath
 
 
@@ -32,21 +34,17 @@ def _names_written(arguments: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def _explain(arguments: argparse.Namespace) -> None:
-    # lazy: Pillow would slow down --help.
-    from ..explanation import as_json, class_title, explain, figure_class, photograph, pictures
-
     photos, output = arguments.photos, Path(arguments.output)
     names = [Path(photo).stem for photo in photos]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"photos: got two of the name {twice}, whose pictures would have one name")
-    figure_class()  # where Matplotlib is missing, it fails now
-    device = resolve_device(arguments.device)
-    loaded = load_model(arguments, device)
+    require("matplotlib.figure", "explain")  # where it is missing, this fails now
+    loaded = load_model(arguments)
     model, config = loaded.classifier, loaded.model.config
     images = loaded.read(photos)
     progress = tqdm(images, unit="photo", leave=False, disable=None)
-    explanations = [explain(model, image[None].to(device)) for image in progress]
+    explanations = [explain(model, image[None].to(loaded.device)) for image in progress]
     content = [
         {"photo": photo, **as_json(explanation, loaded.checkpoint.labels)}
         for photo, explanation in zip(photos, explanations, strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import io
 import logging
 import os
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cvt.extras import require
 from cvt.files import replacing
@@ -26,10 +28,12 @@ from cvt.model import CvT
 from cvt.quantized import quantized_layers
 from cvt.segmentation import CvTSegmenter
 from cvt_kernels.backends import requesting
+from cvt_kernels.checks import dtype_name
+from cvt_kernels.ops.linear_int8.modules import QuantizedLayer
+from cvt_kernels.records import LEAST, LIMITS
 
 from .common import MODEL, add, load_model, option, print_result
-from .onnx_nodes import with_nodes
-from .paths import OutputPath, add_json_argument, reporting
+from .paths import OutputPath, add_json_argument, staged
 
 #: Largest accepted difference of the logits, relative to the largest logit.
 TOLERANCE = 1e-4
@@ -60,10 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    loaded = load_model(arguments, "cpu")
+    loaded = load_model(arguments)  # on the CPU
     size, config = loaded.image_size, loaded.model.config
-    # The report ends first: where it cannot be written, --output stays as it was.
-    with replacing(arguments.output) as file, reporting(arguments.json) as report_json:
+    with staged(arguments) as (file, report_json):
         parity = export(loaded.model, file, arguments.format, image_size=size)
         given = {"checkpoint": arguments.checkpoint, "output": arguments.output, "format": arguments.format}
         report_json({**given, "image_size": size, "classes": config.num_classes, **parity._asdict()})
@@ -90,24 +93,20 @@ def export(
     """Writes a model, in evaluation mode and float32 on the CPU, for any number of images of one size.
 
     The file takes float32 ``images`` (B, in_chans, image_size, image_size) to the model's ``logits`` by
-    PyTorch's or ONNX's own operators. Before it replaces ``path`` it is read back and compared with the model
-    on random images, an ONNX file by onnxruntime.
-
-    Args:
-        model: The model.
-        path: A file.
-        format: ``"pt2"``, which ``torch.export.load`` reads, or ``"onnx"``.
-        image_size: Pixels of each side.
-
-    Returns:
-        The difference, at most :data:`TOLERANCE`, or :data:`QUANTIZED_TOLERANCE` for a quantized model.
+    PyTorch's or ONNX's own operators. Its format is ``"pt2"``, which ``torch.export.load`` reads, or
+    ``"onnx"``. Before it replaces ``path`` it is read back and compared with the model on random images, an
+    ONNX file by onnxruntime; what is returned is at most :data:`TOLERANCE`, or :data:`QUANTIZED_TOLERANCE`.
 
     Raises:
         ValueError: PyTorch cannot export the model, its export differs, or images are too small for it.
         ModuleNotFoundError: For ONNX: the ``export`` extra is not installed.
         OSError: The file cannot be written.
     """
-    runtime = _import_onnxruntime() if format == "onnx" else None
+    runtime = None
+    if format == "onnx":
+        for module in ("onnx", "onnxscript"):  # torch.onnx imports them
+            require(module, "export")
+        runtime = require("onnxruntime", "export")
     shape = _IMAGES, model.config.in_chans, image_size, image_size
     images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), replacing(path) as scratch:
@@ -137,7 +136,8 @@ def _compare(model: CvT | CvTSegmenter, images: Tensor, expected: Tensor, logits
             )
         return Parity(difference)
     exact = copy.deepcopy(model).double()(images.double())
-    size, distance, error = (_size(each) for each in (expected, logits - expected, exact - expected))
+    parts = expected, logits - expected, exact - expected
+    size, distance, error = (part.square().mean().sqrt().item() for part in parts)
     of_logits, of_error = QUANTIZED_TOLERANCE
     most = of_logits * size + of_error * error
     if not distance <= most:
@@ -146,11 +146,6 @@ def _compare(model: CvT | CvTSegmenter, images: Tensor, expected: Tensor, logits
             f"model: its export differs by {got:.1e} of the logits, expected at most {expectation:.1e}"
         )
     return Parity(difference, ((exact - expected).abs().max() / largest).item())
-
-
-def _size(tensor: Tensor) -> float:
-    """Returns the root mean square."""
-    return tensor.square().mean().sqrt().item()
 
 
 def _write(model: nn.Module, images: Tensor, path: Path, format: str) -> None:  # noqa: A002
@@ -182,12 +177,6 @@ def _run(path: Path, batches: tuple[Tensor, ...], onnxruntime: ModuleType | None
     return torch.cat([torch.from_numpy(part) for part in logits])
 
 
-def _import_onnxruntime() -> ModuleType:
-    for module in ("onnx", "onnxscript"):  # torch.onnx imports them
-        require(module, "export")
-    return require("onnxruntime", "export")
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silences PyTorch's debugging output: graphs that failed to export, missing packages."""
@@ -202,3 +191,52 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+# Quantized layers -----------------------------------------------------------------------------------------
+
+# Their int8 values lie between QuantizeLinear and DequantizeLinear nodes (QDQ), followed by a float32
+# product; runtimes may fuse this pattern into integer products.
+_LIMIT = LIMITS[torch.int8]
+
+
+def with_nodes(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model whose int8 layers ``torch.onnx.export`` turns into nodes."""
+    model = copy.deepcopy(model)
+    for path, layer in list(model.named_modules()):
+        if isinstance(layer, QuantizedLayer):
+            if layer.weight.dtype != torch.int8:
+                dtype = dtype_name(layer.weight.dtype)
+                raise ValueError(f"its layer {path} is of {dtype}, expected int8 for ONNX")
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, _Nodes(layer))
+    return model
+
+
+class _Nodes(nn.Module):
+    """A int8 layer whose product consists of nodes."""
+
+    def __init__(self, layer: QuantizedLayer):
+        super().__init__()
+        self.layer = layer
+        vars(layer)["product"] = functools.partial(_product, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def _product(layer: QuantizedLayer, x: Tensor) -> Tensor:
+    """Computes the product of a layer with rows (..., inputs)."""
+    rows = x.flatten(0, -2)
+    largest = rows.abs().amax(1)  # by -1 onnxruntime would not reduce an empty tensor
+    scales = torch.where(largest < LEAST, 1.0, largest / _LIMIT)
+    numbers = _node("QuantizeLinear", rows, scales, torch.int8)
+    rows = _node("DequantizeLinear", numbers, scales, torch.float32)
+    weight = _node("DequantizeLinear", layer.weight, layer.weight_scale, torch.float32)
+    return F.linear(rows, weight, layer.bias).unflatten(0, x.shape[:-1])
+
+
+def _node(name: str, x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Stands for a node that returns ``dtype``, with a scale for each row."""
+    inputs = x, scales, torch.zeros_like(scales, dtype=torch.int8)
+    return torch.onnx.ops.symbolic(name, inputs, {"axis": 0}, dtype=dtype, shape=x.shape)

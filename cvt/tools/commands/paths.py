@@ -15,6 +15,8 @@ from cvt.files import check_writable, replacing, write_json
 from cvt.hub import WEIGHT_SUFFIXES
 from cvt.huggingface import CONFIGS, INDEX
 
+from ..datasets import list_files
+
 STDOUT = "-"
 
 
@@ -55,6 +57,14 @@ def reporting(
     yield reports.append
     for report in reports if path == STDOUT else ():
         print(json.dumps(report, indent=indent, allow_nan=False), flush=True)
+
+
+@contextlib.contextmanager
+def staged(arguments: argparse.Namespace) -> Iterator[tuple[Path, Callable[[Mapping[str, Any]], None]]]:
+    """Yields the file for ``--output`` and what takes the report; after the block both are there, or none."""
+    # The report ends first: where it cannot be written, --output stays as it was.
+    with replacing(arguments.output) as file, reporting(arguments.json) as report_json:
+        yield file, report_json
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:
@@ -109,8 +119,6 @@ def _place(path: str | Path) -> Any:
 def _files_of(argument: str, source: str) -> Iterator[Path]:
     """Yields the files that an argument names: itself, those of a model's folder, or images."""
     if argument in ("data", "calibrate"):
-        from ..datasets import list_files  # Pillow, which the check of a new file need not wait for
-
         files = list_files(Path(source)) if os.path.isdir(source) else []
         yield from (file for file in files if file.parent != Path(source))  # in folders of splits or classes
     elif argument not in ("checkpoint", "teacher"):

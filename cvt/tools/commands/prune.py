@@ -5,31 +5,20 @@ from __future__ import annotations
 import argparse
 import warnings
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from tqdm import tqdm
 
 from cvt.config import CvTConfig
+from cvt.weight_pruning import Saliency, hidden_units, prune_weights, pruned_config, why_unprunable
 from cvt_kernels.messages import aligned
 from cvt_kernels.tuning import clock
 
+from ..datasets import Batches
 from ..evaluation import cost
-from ..weight_pruning import Saliency, hidden_units, prune_weights, pruned_config, why_unprunable
-from . import smaller
-from .common import (
-    LoadedModel,
-    load_model,
-    naming_options,
-    open_calibration,
-    option,
-    positive_int,
-    print_result,
-    resolve_device,
-)
-
-if TYPE_CHECKING:
-    from ..datasets import Batches
+from . import common, smaller
+from .paths import staged
 
 _ROUNDS = 10  # of the measurement of speed
 
@@ -39,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     smaller.add_shared_arguments(parser, "accuracy, size and speed before and after", calibrate=False)
     for name, what in (("mlp", "hidden units of every MLP"), ("heads", "attention heads of every block")):
         text = f"fraction of the {what} to remove"
-        option(parser, f"--{name}", text, type=float, default=0.0, metavar="FRACTION")
+        common.option(parser, f"--{name}", text, type=float, default=0.0, metavar="FRACTION")
     text = (
         "importance score: size of the weights (magnitude), or estimated change of the loss (taylor) "
         "(default: taylor with --calibrate, else magnitude)"
     )
-    option(parser, "--saliency", text, choices=get_args(Saliency))
-    option(parser, "--batches", "most batches to calibrate with", type=positive_int, default=8)
+    common.option(parser, "--saliency", text, choices=get_args(Saliency))
+    common.option(parser, "--batches", "most batches to calibrate with", type=common.positive_int, default=8)
     parser.set_defaults(run=_prune)
 
 
@@ -53,13 +42,12 @@ def _prune(arguments: argparse.Namespace) -> None:
     smaller.check_output(arguments.output)
     if arguments.saliency == "taylor" and not arguments.calibrate:
         raise ValueError("--saliency: taylor needs images with labels, expected --calibrate with it")
-    device = resolve_device(arguments.device)
-    loaded = load_model(arguments, device)
+    loaded = common.load_model(arguments)
     model, config = loaded.model, loaded.model.config
     if (why_not := why_unprunable(model)) is not None:
         raise ValueError(f"--checkpoint: {loaded.checkpoint.path} {why_not}")
     fractions = {"mlp": arguments.mlp, "heads": arguments.heads}
-    with naming_options(*fractions):  # before the long run
+    with common.naming_options(*fractions):  # before the long run
         pruned_config(config, **fractions)
     if arguments.calibrate and config.head != "classify":
         raise ValueError(
@@ -68,8 +56,8 @@ def _prune(arguments: argparse.Namespace) -> None:
         )
     labels, data = loaded.labels(arguments.labels), None
     if arguments.calibrate:
-        data = open_calibration(arguments, loaded, arguments.batches * arguments.batch_size)
-    with smaller.staged(arguments) as (file, report_json):
+        data = common.open_calibration(arguments, loaded, arguments.batches * arguments.batch_size)
+    with staged(arguments) as (file, report_json):
         batches = None
         if data is not None and arguments.saliency != "magnitude":
             batches = tqdm(data[0], desc="saliency", unit="batch", leave=False, disable=None)
@@ -79,7 +67,7 @@ def _prune(arguments: argparse.Namespace) -> None:
         card = smaller.card_of(loaded, pruned.config, labels, classes)
         after["bytes"] = smaller.write(file, pruned.state_dict(), card)
         held_out = None if data is None else len(data[1].dataset)
-        given = smaller.settings(arguments, loaded, device)
+        given = smaller.settings(arguments, loaded)
         report_json(given | {"held_out_images": held_out, "before": before, "after": after})
     heading = f"{arguments.output}: {arguments.checkpoint}, pruned by the "
     if data is None or batches is None:
@@ -91,18 +79,18 @@ def _prune(arguments: argparse.Namespace) -> None:
     if before["is_disturbed"] or after["is_disturbed"]:
         warnings.warn(clock.DISTURBED, stacklevel=1)
     lines = [heading, "", *_stages(config, pruned.config), "", *smaller.table(before, after)]
-    print_result(arguments, lines)
+    common.print_result(arguments, lines)
 
 
 def _measure(
-    loaded: LoadedModel, pruned: Any, data: tuple[Batches, Batches] | None, batch_size: int
+    loaded: common.LoadedModel, pruned: Any, data: tuple[Batches, Batches] | None, batch_size: int
 ) -> list[dict[str, Any]]:
     """Returns the figures of the model as it was and of the smaller one, whose speed is measured by turns."""
     models, size = {"before": loaded.model, "after": pruned}, loaded.image_size
-    device = next(pruned.parameters()).device
-    images = torch.randn(batch_size, pruned.config.in_chans, size, size, device=device)
+    images = torch.randn(batch_size, pruned.config.in_chans, size, size, device=loaded.device)
+    runs = [partial(model, images) for model in models.values()]
     with torch.inference_mode():
-        timed = clock.times_in_turns([partial(model, images) for model in models.values()], _ROUNDS, device)
+        timed = clock.times_in_turns(runs, _ROUNDS, loaded.device)
     return [
         {
             **smaller.accuracy(None if data is None else smaller.evaluated(model, data[1], title)),

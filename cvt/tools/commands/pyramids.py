@@ -12,7 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cvt import hub
+from cvt.checkpoints import local_place
+from cvt.config import default_image_size
 from cvt.extras import require
+from cvt.factory import randomize
 
 #: The names, for the help of commands.
 NAMES = (
@@ -74,6 +78,11 @@ PYRAMIDS = {
 _RATES = ("drop_path_rate", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob")
 
 
+def image_size_of(name: str) -> int:
+    """Returns the pixels of a side of a model's own images, of ``PYRAMIDS`` or a CvT."""
+    return PYRAMIDS[name].image_size if name in PYRAMIDS else default_image_size(name)
+
+
 def quiet_transformers() -> Any:
     """Imports transformers, and silences it; raises ModuleNotFoundError if it is not installed."""
     transformers = require("transformers", "bench")
@@ -84,8 +93,6 @@ def quiet_transformers() -> Any:
 
 def build_pyramid(name: str, checkpoint: str | None, image_size: int) -> Any:
     """Builds a model of ``PYRAMIDS`` without dropout and drop path, by default with random weights."""
-    from cvt.factory import randomize
-
     transformers = quiet_transformers()
     model_class = getattr(transformers, PYRAMIDS[name].model_class, None)
     if model_class is None:
@@ -104,9 +111,6 @@ def build_pyramid(name: str, checkpoint: str | None, image_size: int) -> Any:
 
 def _load_pyramid(name: str, model_class: Any, checkpoint: str) -> Any:
     """Loads the weights of a model of ``PYRAMIDS``, which may be for another number of classes."""
-    from cvt import hub
-    from cvt.checkpoints import local_place
-
     place = local_place(checkpoint)
     folder = place if isinstance(place, Path) else hub.fetch(place)
     if not folder.is_dir():

@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -18,13 +18,12 @@ from cvt.model import CvT
 from cvt.quantized import compact
 from cvt_kernels.quantization import QuantizationReport
 
+from ..datasets import Batches
 from ..evaluation import Evaluation
 from . import smaller
-from .common import load_model, open_calibration, option, positive_int, print_result, resolve_device
+from .common import load_model, open_calibration, option, positive_int, print_result
+from .paths import staged
 from .smaller import evaluated
-
-if TYPE_CHECKING:
-    from ..datasets import Batches
 
 _ROUNDING = 1e-9  # of differences of fractions
 
@@ -38,34 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "largest accepted drop of top-1, in percentage points; the most sensitive layers are kept in "
         "floating point until it holds"
     )
-    option(parser, "--max-drop", text, type=_points, default=0.5)
+    option(parser, "--max-drop", text, type=float, default=0.5)
     text = "also quantize all convolutional embeddings but the first"
     option(parser, "--embeddings", text, action="store_true")
     option(parser, "--images", "most images to calibrate with", type=positive_int, default=256)
     parser.set_defaults(run=_quantize)
 
 
-def _points(text: str) -> float:
-    try:
-        points = float(text)
-    except ValueError:
-        points = math.nan
-    if not 0 <= points <= 100:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected 0 to 100")
-    return points
-
-
 def _quantize(arguments: argparse.Namespace) -> None:
     smaller.check_output(arguments.output)
-    device = resolve_device(arguments.device)
-    loaded = load_model(arguments, device)
+    if not 0 <= arguments.max_drop <= 100:
+        raise ValueError(f"--max-drop: got {arguments.max_drop:g}, expected 0 to 100")
+    loaded = load_model(arguments)
     if loaded.checkpoint.quantized:
         raise ValueError(f"--checkpoint: {loaded.checkpoint.path} is quantized already")
     classifier = loaded.classifier
     images, answers = open_calibration(arguments, loaded, arguments.images)
     labels = loaded.labels(arguments.labels)
     card = smaller.card_of(loaded, classifier.config, labels, images.dataset.classes)
-    with smaller.staged(arguments) as (file, report_json):
+    with staged(arguments) as (file, report_json):
         model = copy.deepcopy(classifier)
         kinds: dict[str, Any] = {"keep_float": arguments.keep_float, "embeddings": arguments.embeddings}
         report = ck.quantize(model, images, **kinds, progress=True)
@@ -79,9 +69,11 @@ def _quantize(arguments: argparse.Namespace) -> None:
         report, quantized = _fewest(classifier, model, report, least, write, answers)
         before = smaller.accuracy(unquantized) | {"bytes": smaller.size_of(classifier)}
         after = smaller.accuracy(quantized) | {"bytes": file.stat().st_size}
-        given = smaller.settings(arguments, loaded, device)
+        given = smaller.settings(arguments, loaded)
         given |= {"calibration_images": len(images.dataset), "held_out_images": quantized.images}
-        report_json(given | {"before": before, "after": after, "layers": _layers(report)})
+        rows = [row._asdict() for row in report]  # an SQNR that is not known or not finite is null
+        layers = [row | {"sqnr": row["sqnr"] if math.isfinite(row["sqnr"] or 0) else None} for row in rows]
+        report_json(given | {"before": before, "after": after, "layers": layers})
     heading = (
         f"{arguments.output}: {arguments.checkpoint}, calibrated on {len(images.dataset)} images of "
         f"{arguments.calibrate}, measured on {quantized.images} others"
@@ -136,9 +128,3 @@ def _fewest(
     kept, reason = order[:count], "is kept, since it loses more than others, for the sake of top-1"
     rows = [row._replace(weight="float", reason=reason) if row.path in kept else row for row in report]
     return QuantizationReport(rows), evaluations[count]
-
-
-def _layers(report: QuantizationReport) -> list[dict[str, Any]]:
-    """Returns the rows of a report for JSON; an SQNR that is not known or not finite is null."""
-    rows = [row._asdict() for row in report]
-    return [row | {"sqnr": row["sqnr"] if math.isfinite(row["sqnr"] or 0) else None} for row in rows]

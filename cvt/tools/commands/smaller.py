@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from cvt.card import ModelCard
 from cvt.checkpoints import Checkpoint, save_safetensors
 from cvt.config import CvTConfig
-from cvt.files import replacing
 from cvt.huggingface import made_up_labels
 from cvt_kernels.messages import aligned
 
+from ..datasets import Batches
 from ..evaluation import Evaluation, evaluate
 from .common import BATCHES, MODEL, LoadedModel, add, option
-from .paths import OutputPath, add_json_argument, reporting
-
-if TYPE_CHECKING:
-    from ..datasets import Batches
+from .paths import OutputPath, add_json_argument
 
 _SUFFIX = ".safetensors"
 _UNTOLD = ("command", "run", "json")  # arguments that are no settings
@@ -60,14 +55,6 @@ def check_output(output: str) -> None:
         raise ValueError(f"--output: got {output!r}, expected a name in UTF-8") from error
 
 
-@contextlib.contextmanager
-def staged(arguments: argparse.Namespace) -> Iterator[tuple[Path, Any]]:
-    """Yields the file to write and what takes the report; both are there after the block, or neither."""
-    # The report ends first: where it cannot be written, --output stays as it was.
-    with replacing(arguments.output) as file, reporting(arguments.json) as report_json:
-        yield file, report_json
-
-
 def write(path: Path, tensors: Mapping[str, Tensor], card: ModelCard) -> int:
     """Writes weights and their card; returns the bytes of the file."""
     on_cpu = {name: tensor.cpu() for name, tensor in tensors.items()}
@@ -97,10 +84,10 @@ def size_of(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
-def settings(arguments: argparse.Namespace, loaded: LoadedModel, device: torch.device) -> dict[str, Any]:
+def settings(arguments: argparse.Namespace, loaded: LoadedModel) -> dict[str, Any]:
     """Returns the settings of a command for its JSON."""
     given = {name: value for name, value in vars(arguments).items() if name not in _UNTOLD}
-    return given | {"image_size": loaded.image_size, "device": str(device)}
+    return given | {"image_size": loaded.image_size, "device": str(loaded.device)}
 
 
 def accuracy(evaluation: Evaluation | None) -> dict[str, float | None]:

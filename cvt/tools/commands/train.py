@@ -17,7 +17,9 @@ from cvt.huggingface import BEST
 from cvt.model import CvT
 from cvt.segmentation import CvTSegmenter
 
+from ..datasets import DIGITS, RandomCrop
 from ..training.recipe import DIGITS_OPTIONS, MODELS, SEGMENT_OPTIONS, TrainConfig
+from ..training.trainer import LAST, Trainer, distributed, epoch_line, rank_and_world_size
 from .common import add, integer, naming_options, open_split, option, print_result, resolve_device
 from .paths import InputPath, OutputPath, add_json_argument, reporting
 
@@ -62,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _names_written(arguments: argparse.Namespace) -> dict[str, list[str]]:
     """Returns the names of the files in ``--output``, but for TensorBoard's, which are always new."""
-    return {"output": [BEST, "last.pth", "log.csv"]}
+    return {"output": [BEST, LAST, "log.csv"]}
 
 
 def _kind(field: dataclasses.Field[Any]) -> Callable[[str], Any]:
@@ -83,10 +85,6 @@ def _differing(option: str, values: dict[str, Any]) -> str:
 
 
 def _train(arguments: argparse.Namespace) -> None:
-    # lazy: torch.distributed and Pillow would slow down --help
-    from ..datasets import DIGITS, RandomCrop
-    from ..training.trainer import Trainer, distributed, epoch_line, rank_and_world_size
-
     fields = [field.name for field in dataclasses.fields(TrainConfig)]
     with (
         distributed(resolve_device(arguments.device)) as device,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt.config import DTYPES, PRESETS, default_image_size
+from cvt.config import DTYPES, PRESETS
 from cvt.factory import create_model
 from cvt_kernels import backends
 from cvt_kernels.tuning import choices, run
@@ -24,7 +24,7 @@ from cvt_kernels.tuning.run import Result
 from .common import add, batch_size, integer, option, print_result, resolve_device
 from .paths import add_json_argument, reporting
 from .process import temporary_files_together
-from .pyramids import NAMES, PYRAMIDS, SIZES, build_pyramid
+from .pyramids import NAMES, PYRAMIDS, SIZES, build_pyramid, image_size_of
 
 _DAY = 24 * 60 * 60
 #: Written into the JSON file. The version changes whenever a reader of the old ones would fail.
@@ -79,10 +79,7 @@ def _calls(arguments: argparse.Namespace, device: torch.device) -> dict[str, Ope
     is_gpu = device.type == "cuda"
     sizes = arguments.batch_size or ([1, 256] if is_gpu else [1, 8])
     dtypes = arguments.dtype or (["bfloat16", "float32"] if is_gpu else ["float32", "bfloat16"])
-    is_cvt = arguments.model in PRESETS
-    side = arguments.image_size or (
-        default_image_size(arguments.model) if is_cvt else PYRAMIDS[arguments.model].image_size
-    )
+    side = arguments.image_size or image_size_of(arguments.model)
     calls: dict[str, OperatorCall] = {}
     modes = (False, True) if arguments.train else (False,)
     for train, dtype, batch in itertools.product(modes, dtypes, sizes):

@@ -1,4 +1,1 @@
-"""Training of a CvT by the recipe of the paper, the same as DeiT's (Touvron et al. 2021).
-
-``recipe.TrainConfig`` is its configuration, ``trainer.Trainer`` the loop.
-"""
+"""Training of a CvT by the recipe of the paper, the same as DeiT's (Touvron et al. 2021)."""

@@ -7,7 +7,6 @@ returns pairs of labels instead of targets.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,46 +21,30 @@ from .recipe import TrainConfig
 RAND_AUGMENT_SIZE = 128
 
 
-class Box(NamedTuple):
-    """A rectangle of pixels; ``bottom`` and ``right`` lie outside."""
-
-    top: int
-    bottom: int
-    left: int
-    right: int
-
-
 def mixup(images: Tensor, targets: Tensor, lam: float) -> tuple[Tensor, Tensor]:
     """Mixes lam of each image and target with the one at the batch's other end (Zhang et al. 2018)."""
     return lam * images + (1 - lam) * images.flip(0), lam * targets + (1 - lam) * targets.flip(0)
 
 
-def cutmix(images: Tensor, targets: Tensor, box: Box) -> tuple[Tensor, Tensor]:
-    """Copies into each image the box of the one at the batch's other end (Yun et al. 2019)."""
-    inside = torch.zeros(images.shape[2:], dtype=torch.bool, device=images.device)
-    inside[box.top : box.bottom, box.left : box.right] = True
-    lam = 1 - (box.bottom - box.top) * (box.right - box.left) / inside.numel()
-    return torch.where(inside, images.flip(0), images), lam * targets + (1 - lam) * targets.flip(0)
+def cutmix(images: Tensor, targets: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
+    """Copies into each image a box of the one at the batch's other end (Yun et al. 2019)."""
+    cut = images.clone()
+    cut[..., rows, columns] = images.flip(0)[..., rows, columns]
+    lam = 1 - cut[0, 0, rows, columns].numel() / cut[0, 0].numel()
+    return cut, lam * targets + (1 - lam) * targets.flip(0)
 
 
-def cut_box(height: int, width: int, lam: float) -> Box:
-    """Draws a box of 1 − lam of the area around a random center, clipped to the image."""
-    half = math.sqrt(1 - lam) / 2
-    edges: list[int] = []
-    for side in (height, width):
-        center = torch.rand(()).item() * side
-        edges += [round(max(center - half * side, 0)), round(min(center + half * side, side))]
-    return Box(*edges)
+def cut_side(side: int, lam: float) -> slice:
+    """Draws a side of a box that has 1 − lam of the area, around a random center, clipped to the image."""
+    half, center = math.sqrt(1 - lam) / 2 * side, torch.rand(()).item() * side
+    return slice(round(max(center - half, 0)), round(min(center + half, side)))
 
 
 class Augment:
     """The transform of batches of uint8 images and labels to normalized images and targets, on their device.
 
     Color jitter, RandAugment (the same two operations for a whole batch) and erasing are kornia's, imported
-    only if one of them is on.
-
-    Raises:
-        ModuleNotFoundError: kornia is needed and not installed.
+    only if one of them is on; ModuleNotFoundError is raised where it is not installed.
     """
 
     def __init__(self, config: TrainConfig, classes: int, image_size: int):
@@ -89,5 +72,4 @@ class Augment:
         targets = F.one_hot(labels, self._classes).to(images.dtype)
         if mix is mixup:
             return mixup(images, targets, lam)
-        height, width = images.shape[2:]
-        return cutmix(images, targets, cut_box(height, width, lam))
+        return cutmix(images, targets, *(cut_side(side, lam) for side in images.shape[2:]))

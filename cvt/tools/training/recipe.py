@@ -1,20 +1,24 @@
-"""The training recipe: its options and its formulas."""
+"""The training recipe: its options, its formulas, and the losses and metrics of the tasks."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from cvt.config import MOST_IMAGES, MOST_SEED, PRESETS, CvTConfig, as_number
+from cvt.config import MOST_IMAGES, MOST_SEED, PRESETS, CvTConfig, Head, as_number
 from cvt.model import Stages
+from cvt.segmentation import pixel_loss
 from cvt_kernels.checks import check_choice
+
+from ..evaluation import Answers, Sums, add_up, add_up_pixels
 
 #: The dtype to which autocast casts, None for no autocast.
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,9 +40,7 @@ def _option(default: Any, help: str, least: float = 0, below: float = math.inf) 
 class TrainConfig:
     """The training recipe; the defaults are for ImageNet from scratch.
 
-    Raises:
-        TypeError: A value of the wrong type.
-        ValueError: A value out of range, or values that contradict each other.
+    TypeError is raised for a value of the wrong type, ValueError for one out of range or a contradiction.
     """
 
     epochs: int = _option(300, "passes over the training set", 1, 10**6 + 1)
@@ -147,3 +149,51 @@ def distillation_loss(logits: Tensor, teacher: Tensor, kind: str, temperature: f
         return F.cross_entropy(logits, teacher.argmax(dim=-1))
     log_p, log_q = (F.log_softmax(x.float() / temperature, dim=-1) for x in (logits, teacher))
     return F.kl_div(log_p, log_q, reduction="batchmean", log_target=True) * temperature**2
+
+
+# Tasks ----------------------------------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """A task, chosen by the head of the model.
+
+    The best weights are chosen by the metric ``score``, whose name for people is ``title``. ``loss`` is the
+    mean over the batch, with label smoothing. Options that are ``unfit`` must have these values.
+    """
+
+    score: str
+    title: str
+    evaluate: Callable[..., dict[str, float]]
+    loss: Callable[..., Tensor]
+    unfit: dict[str, object]
+
+
+def _classify(answers: Answers, device: torch.device, classes: list[str], together: bool) -> dict[str, float]:
+    sums = add_up(answers, device)
+    if together:
+        joined = torch.tensor(sums, dtype=torch.float64, device=device)
+        dist.all_reduce(joined)
+        sums = Sums(*joined.tolist())
+    images = sums.images or math.nan  # without any the loss is not finite, which stops the training
+    return {"val_loss": sums.loss / images, "top1": sums.top1 / images, "top5": sums.top5 / images}
+
+
+def _segment(answers: Answers, device: torch.device, classes: list[str], together: bool) -> dict[str, float]:
+    sums = add_up_pixels(answers, device, len(classes), together=together)
+    if not sums.confusion.sum():
+        raise ValueError("data: the validation images have no labeled pixels, expected at least one")
+    figures = {"val_loss": sums.loss, "miou": sums.miou, "pixel_accuracy": sums.pixel_accuracy}
+    return figures | {f"iou/{name}": iou for name, iou in zip(classes, sums.iou.tolist(), strict=True)}
+
+
+#: The task of each head.
+TASKS: dict[Head, Task] = {
+    "classify": Task("top1", "top-1", _classify, F.cross_entropy, {}),
+    "segment": Task(
+        "miou",
+        "mIoU",
+        _segment,
+        pixel_loss,
+        {"mixup": 0, "cutmix": 0, "rand_augment": 0, "random_erasing": 0, "distillation": "none"},
+    ),
+}

@@ -7,7 +7,9 @@ of its last complete epoch gives the same results: on a CPU, bit for bit.
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
+import functools
 import gc
 import itertools
 import math
@@ -27,6 +29,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tqdm import tqdm
 
 from cvt.card import ModelCard
+from cvt.extras import require
 from cvt.files import replacing
 from cvt.huggingface import BEST
 from cvt.model import CvT
@@ -36,10 +39,9 @@ from cvt_kernels import graphed
 from cvt_kernels.checks import shown
 
 from ..datasets import Batches, ImageDataset
+from ..evaluation import answers
 from .augment import Augment
-from .logs import Logs
-from .recipe import PRECISIONS, TrainConfig, distillation_loss, learning_rate, parameter_groups
-from .tasks import TASKS, check_options
+from .recipe import PRECISIONS, TASKS, TrainConfig, distillation_loss, learning_rate, parameter_groups
 
 LAST, LOCK = "last.pth", ".lock"
 
@@ -64,26 +66,52 @@ def distributed(device: torch.device) -> Iterator[torch.device]:
     dist.destroy_process_group()  # not after an error, when the others may be waiting in another call
 
 
+class Logs:
+    """The writer of TensorBoard's event files and ``log.csv``; ModuleNotFoundError without TensorBoard."""
+
+    def __init__(self, directory: Path, step: int):
+        self._directory = directory
+        self._summary_writer, self._first = require("torch.utils.tensorboard", "train").SummaryWriter, step
+
+    @functools.cached_property
+    def _writer(self) -> Any:
+        """The writer of the event file, opened for the first value: a run that fails before leaves none."""
+        return self._summary_writer(str(self._directory), purge_step=self._first)
+
+    def step(self, step: int, **values: float) -> None:
+        """Writes values of one step to TensorBoard."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def epoch(self, step: int, history: list[dict[str, float]]) -> None:
+        """Writes the last epoch of ``history`` to TensorBoard, and all of them to ``log.csv``."""
+        self.step(step, **{name: value for name, value in history[-1].items() if name != "epoch"})
+        self._writer.flush()
+        with (
+            replacing(self._directory / "log.csv") as scratch,
+            open(scratch, "w", encoding="utf-8", newline="") as file,
+        ):
+            rows = csv.DictWriter(file, history[-1], lineterminator="\n")
+            rows.writeheader()
+            rows.writerows(history)
+
+    def close(self) -> None:
+        """Closes the event files."""
+        self._writer.close()
+
+
 class Trainer:
     """The training of one model; :meth:`fit` is the loop over epochs.
 
-    Args:
-        model: A classifier or a segmenter, on the CPU or on ``device``; it is trained in place.
-        train_set: Images with ``random_crop``, for a segmenter with label maps.
-        val_set: Images of the same classes, without.
-        config: The recipe.
-        output: Directory of checkpoints and logs.
-        device: Where to train.
-        teacher: With ``config.distillation``, a callable that maps the same images to logits (or an object
-            with ``logits``).
-        resume: Resume from ``output/last.pth``, which must exist; without ``resume`` it must not.
-        workers: Processes that decode images, for each process.
-        corrupt: As in :class:`cvt.tools.datasets.Batches`.
-        graph: On a GPU, replay forwards and backwards as CUDA graphs (:func:`cvt_kernels.graphed`).
+    The model, a classifier or a segmenter, is trained in place, on ``device``, by the images of
+    ``train_set``, with ``random_crop``; ``val_set`` has images of the same classes, without. Those of a
+    segmenter have label maps. Checkpoints and logs go into the directory ``output``; with ``resume`` the run
+    goes on from its ``last.pth``, which must exist; without, it must not. ``workers`` (for each process) and
+    ``corrupt`` are as in :class:`cvt.tools.datasets.Batches`. With ``config.distillation``, ``teacher`` maps
+    the same images to logits, or to an object with ``logits``. With ``graph``, forwards and backwards are
+    replayed as CUDA graphs on a GPU (:func:`cvt_kernels.graphed`).
 
-    Attributes:
-        epoch: Number of completed epochs.
-        history: A row of numbers for each of them.
+    ``epoch`` is the number of completed epochs, and ``history`` has a row of numbers for each of them.
 
     Raises:
         FileNotFoundError: ``resume`` without a checkpoint.
@@ -109,8 +137,8 @@ class Trainer:
     ):
         self.config, self.device, self.output = config, torch.device(device), Path(output)
         self.rank, self.world_size = rank_and_world_size()
-        _check(model, train_set, val_set, config, teacher, self.world_size)
         self.task = TASKS[model.config.head]
+        self._check(model, train_set, val_set, teacher)
         if (self.output / LAST).exists() and not resume:
             raise ValueError(
                 f"output: {self.output / LAST} exists; go on with --resume, or choose another directory"
@@ -134,7 +162,7 @@ class Trainer:
             self.ema = AveragedModel(self.model, multi_avg_fn=average, use_buffers=True)
         if graph:
             graphed(self.model)  # before DDP
-        self.wrapped: nn.Module = self.model
+        self.wrapped: Any = self.model
         if self.world_size > 1:
             self.wrapped = DistributedDataParallel(self.model)
             if config.sync_bn:
@@ -152,17 +180,35 @@ class Trainer:
         self.output.mkdir(parents=True, exist_ok=True)
         self.logs = Logs(self.output, self.epoch * self.steps_per_epoch) if self.rank == 0 else None
 
+    def _check(
+        self, model: Any, train_set: ImageDataset, val_set: ImageDataset, teacher: nn.Module | None
+    ) -> None:
+        config, count = self.config, self.world_size * self.config.accumulate
+        if train_set.classes != val_set.classes:
+            in_one_only = sorted(set(train_set.classes) ^ set(val_set.classes))
+            raise ValueError(f"data: train and val have different classes: {', '.join(in_one_only[:5])}")
+        for name, expected in self.task.unfit.items():
+            if (got := getattr(config, name)) != expected:
+                raise ValueError(f"{name}: got {got}, expected {expected} for head={model.config.head!r}")
+        if config.batch_size % count:
+            raise ValueError(
+                f"batch_size: got {config.batch_size}, expected a multiple of {count}, {config.accumulate} "
+                f"micro-batches for each of {self.world_size} processes"
+            )
+        if (teacher is None) != (config.distillation == "none"):
+            raise ValueError(
+                f"teacher: expected one with distillation soft or hard only, not {config.distillation}"
+            )
+
     def fit(
         self, *, report: Callable[[dict[str, float]], None] | None = None, progress: bool = False
     ) -> list[dict[str, float]]:
-        """Trains to the last epoch, with a checkpoint after each.
+        """Trains to the last epoch, with a checkpoint after each; returns ``history``.
 
-        The first process calls ``report`` with the row of each epoch, of which :func:`epoch_line` makes a
-        line, when its checkpoint is written; ``progress`` shows a bar of the steps, if stderr is a terminal.
-
-        Returns:
-            ``history``: of each epoch ``epoch``, ``lr``, ``train_loss``, the figures of :meth:`evaluate`,
-            ``images_per_second`` of the training alone, and ``seconds``.
+        This has of each epoch ``epoch``, ``lr``, ``train_loss``, the figures of :meth:`evaluate`,
+        ``images_per_second`` of the training alone, and ``seconds``. The first process calls ``report`` with
+        such a row, of which :func:`epoch_line` makes a line, when its checkpoint is written; ``progress``
+        shows a bar of the steps, if stderr is a terminal.
 
         Raises:
             ImageError: An image cannot be used, and ``corrupt`` is ``"error"``.
@@ -236,7 +282,9 @@ class Trainer:
         total = torch.zeros((), device=self.device)
         for i, (images, labels) in enumerate(micro_batches):
             images, targets = self.augment(images.to(self.device), labels.to(self.device))
-            with self._synchronized(i == len(micro_batches) - 1):
+            # The processes exchange gradients once per step, with its last micro-batch.
+            is_exchanging = self.world_size == 1 or i == len(micro_batches) - 1
+            with contextlib.nullcontext() if is_exchanging else self.wrapped.no_sync():
                 with self._autocast:
                     logits = self.wrapped(images)
                 loss = self._loss(logits.float(), images, targets) / len(micro_batches)
@@ -263,12 +311,6 @@ class Trainer:
         distilled = distillation_loss(logits, teacher, config.distillation, config.temperature)
         return (1 - config.distillation_weight) * loss + config.distillation_weight * distilled
 
-    def _synchronized(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """Lets the processes exchange gradients once per step, with its last micro-batch."""
-        if isinstance(self.wrapped, DistributedDataParallel) and not is_last:
-            return self.wrapped.no_sync()
-        return contextlib.nullcontext()
-
     def _losses(self, pending: list[Tensor], first: int) -> list[float]:
         losses = torch.stack(pending)
         if self.world_size > 1:
@@ -292,9 +334,8 @@ class Trainer:
         These are ``val_loss``, and ``top1`` and ``top5``; of a segmenter ``miou``, ``pixel_accuracy`` and
         ``iou/CLASS`` for each class.
         """
-        model, together = (self.ema or self.model).eval(), self.world_size > 1
-        options = {"classes": self.card.labels, "autocast": self._dtype, "together": together}
-        return self.task.evaluate(model, self.val_batches, self.device, **options)
+        found = answers((self.ema or self.model).eval(), self.val_batches, self.device, self._dtype)
+        return self.task.evaluate(found, self.device, self.card.labels, self.world_size > 1)
 
     def _save(self) -> None:
         """Writes ``last.pth``, and before it ``best.pth`` if this is the best epoch so far."""
@@ -381,26 +422,3 @@ def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
         elif before != after:
             texts.append(f"{shown(name)[1:-1]} {shown(before)}, now {shown(after)}")
     return texts
-
-
-def _check(
-    model: CvT | CvTSegmenter,
-    train_set: ImageDataset,
-    val_set: ImageDataset,
-    config: TrainConfig,
-    teacher: nn.Module | None,
-    world_size: int,
-) -> None:
-    if train_set.classes != val_set.classes:
-        in_one_only = sorted(set(train_set.classes) ^ set(val_set.classes))
-        raise ValueError(f"data: train and val have different classes: {', '.join(in_one_only[:5])}")
-    check_options(model.config.head, config)
-    if config.batch_size % (world_size * config.accumulate):
-        raise ValueError(
-            f"batch_size: got {config.batch_size}, expected a multiple of {world_size * config.accumulate}, "
-            f"{config.accumulate} micro-batches for each of {world_size} processes"
-        )
-    if (teacher is None) != (config.distillation == "none"):
-        raise ValueError(
-            f"teacher: expected one with distillation soft or hard only, not {config.distillation}"
-        )

@@ -41,7 +41,7 @@ def printed_by(program):
 ONES = """
 import torch
 from cvt.tools.commands.compile import launches, triton_kernels
-from cvt_kernels.launch.launching import Chip
+from cvt_kernels.launch.launching import Chip, specialize
 
 def with_ones(value):
     if isinstance(value, tuple):
@@ -60,10 +60,10 @@ for operator, launches_of in launches.TRITON_OPERATORS.items():
                 name: with_ones(value) if name in plain else value for name, value in launch.arguments.items()
             }
             if arguments != dict(launch.arguments):
-                kernel = triton_kernels.specialize(launch._replace(arguments=arguments), 90)
+                kernel = specialize(launch._replace(arguments=arguments), 90)
                 kernels[repr(kernel)] = kernel
 for kernel in kernels.values():
-    kernel.examine()
+    triton_kernels.examine(kernel)
     print(kernel.name)
 """
 

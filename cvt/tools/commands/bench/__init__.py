@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 
 from cvt.config import DTYPES
+from cvt.extras import require
 from cvt.files import replacing
 
 from ..common import add, batch_size, option, positive_int, print_result, resolve_device
 from ..paths import InputPath, OutputPath, add_json_argument, reporting
 from ..pyramids import NAMES, SIZES
+from .contenders import CONTENDERS
 
 
 def add_arguments(bench: argparse.ArgumentParser) -> None:
@@ -31,12 +33,8 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
     text = "measure a training step instead of a forward pass"
     option(bench, "--train", text, action="store_true")
     text = (
-        "contenders besides hf and those of ours that are always measured, comma-separated: compile, "
-        "compile-max, eager, openvino, openvino-int8, onnxruntime, cvt-frozen, accelerate-frozen, "
-        "accelerate-int8, cvt-compile, accelerate-compile, accelerate-frozen-compile, cvt-graphed, "
-        "accelerate-graphed, accelerate-live-graphed, accelerate-int8-graphed, accelerate-float8-graphed "
-        "(always measured: hf, cvt, accelerate, and in evaluation cvt-frozen and accelerate-frozen or, on a "
-        "GPU, cvt-graphed and accelerate-graphed)"
+        f"contenders, comma-separated: {', '.join(CONTENDERS)} (always measured: hf, cvt, accelerate, and in "
+        "evaluation cvt-frozen and accelerate-frozen or, on a GPU, cvt-graphed and accelerate-graphed)"
     )
     names = {"type": lambda names: names.split(","), "default": ["hf"], "metavar": "NAMES"}
     option(bench, "--peers", text, **names)
@@ -50,10 +48,10 @@ def add_arguments(bench: argparse.ArgumentParser) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> None:
-    from . import plots, results  # need the bench extra
+    from . import results  # needs the bench extra
 
     if arguments.plot is not None:
-        plots.figure_class()  # where Matplotlib is missing, it fails now
+        require("matplotlib.figure", "bench")  # where it is missing, this fails now
     names = ("checkpoint", "model", "images", "image_size", "rounds", "dtype", "train", "peers", "summary")
     settings = {name: getattr(arguments, name) for name in names}
     device = resolve_device(arguments.device)
@@ -63,4 +61,4 @@ def _bench(arguments: argparse.Namespace) -> None:
     print_result(arguments, [results.summary(measured) if arguments.summary else results.text(measured)])
     if arguments.plot is not None:
         with replacing(arguments.plot) as file:
-            plots.throughput(measured).savefig(file, format="png", dpi=150)
+            results.throughput(measured).savefig(file, format="png", dpi=150)

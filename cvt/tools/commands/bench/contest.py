@@ -40,20 +40,10 @@ class Contest:
     be frozen. Any other error of ours or of the plain model is in ``failed``: one that is less accurate
     than it may be never gets a turn.
 
-    Args:
-        subject: The model.
-        keys: The contenders, of ``CONTENDERS``.
-        images: (N, 3, H, W), which batches repeat.
-        device: Where all of them run.
-        dtype: As of :class:`Job`.
-        train: Whether a step is one of training, with fused AdamW, instead of a forward.
-        strict: Whether what would be in ``failed`` is raised instead.
-        quick: Whether this is a smoke test: turns of one step, and a small product.
-
-    Attributes:
-        why_not: Contender → why it is not measured.
-        failed: Contender → its error.
-        first: Contender → ``seconds`` to its first result, and ``load``.
+    Batches repeat the ``images`` (N, 3, H, W). With ``train`` a step is one of training, with fused AdamW,
+    instead of a forward; with ``strict`` what would be in ``failed`` is raised instead; ``quick`` is a smoke
+    test: turns of one step, and a small product. ``why_not``, ``failed`` and ``first`` (``seconds`` to the
+    first result, and ``load``) are by contender.
     """
 
     def __init__(

@@ -6,28 +6,24 @@ import copy
 import tempfile
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from cvt.checkpoints import Checkpoint, read_checkpoint
-from cvt.config import PRESETS, CvTConfig, default_image_size
+from cvt.config import PRESETS
 from cvt.factory import SEED, create_model, randomize
 from cvt.huggingface import CheckpointError, save_huggingface, why_inexpressible
 from cvt.model import CvT
 
-from ...evaluation import cost
-from ..pyramids import PYRAMIDS, build_pyramid, quiet_transformers
+from ...evaluation import cost, count_operations
+from ..pyramids import PYRAMIDS, build_pyramid, image_size_of, quiet_transformers
 
 
 class Subject(NamedTuple):
-    """The model that is measured, in float32 and on the CPU.
+    """The model that is measured, in float32 and on the CPU: Hugging Face's, and ``ours`` with its weights.
 
-    Attributes:
-        weights: Where its weights are from.
-        hf: Hugging Face's model; None where transformers has no such model.
-        ours: The model of ``cvt`` with the same weights; None where it has no such model.
-        operations: Of the products and convolutions of a forward of one image, a sum being an operation too.
-        is_judged: Whether its errors tell what is wrong: not where tokens are dropped by their scores.
+    Either may be None, where transformers or ``cvt`` has no such model. ``operations`` are those of products
+    and convolutions in a forward of one image, a sum being one too. ``is_judged`` says whether errors tell
+    what is wrong: not where tokens are dropped by their scores.
     """
 
     name: str
@@ -57,20 +53,23 @@ def build_subject(model: str | None, checkpoint: str | None, image_size: int | N
         raise ValueError(f"model: got {model!r}, expected one of {', '.join((*PRESETS, *PYRAMIDS))}")
     weights = f"random weights (seed {SEED})" if checkpoint is None else str(checkpoint)
     if model in PYRAMIDS:
-        size = image_size or PYRAMIDS[model].image_size
+        size = image_size or image_size_of(model)
         hf = build_pyramid(model, checkpoint, size)
         return Subject(model, weights, hf, None, size, operations(model, hf, size))
-    quiet_transformers()  # what is not installed fails before the weights are read
+    transformers = quiet_transformers()  # what is not installed fails before the weights are read
     loaded = None if checkpoint is None else read_checkpoint(checkpoint)
     if loaded is not None and model is None:
         _check_no_pyramid(loaded)
     name, ours = build_ours(model, loaded)
-    size = image_size or default_image_size(name)
+    size = image_size or image_size_of(name)
     count = 2 * cost(ours.config, size).multiply_adds
-    return Subject(str(name), weights, build_huggingface(ours), ours, size, count)
+    with tempfile.TemporaryDirectory() as scratch:
+        save_huggingface(ours, scratch)
+        hf = transformers.CvtForImageClassification.from_pretrained(scratch)
+    return Subject(name, weights, hf, ours, size, count)
 
 
-def build_ours(model: str | CvTConfig | None, checkpoint: Checkpoint | None) -> tuple[str | CvTConfig, CvT]:
+def build_ours(model: str | None, checkpoint: Checkpoint | None) -> tuple[str, CvT]:
     """Returns our model's name, and the model with Hugging Face's activation and without drop path."""
     overrides: dict[str, Any] = {"activation": "gelu", "drop_path_rate": 0.0}
     if checkpoint is None:
@@ -84,13 +83,6 @@ def build_ours(model: str | CvTConfig | None, checkpoint: Checkpoint | None) -> 
     source = "Hugging Face" if checkpoint.card is None else "cvt train"
     name = model or checkpoint.preset or f"a CvT of {source}"
     return name, create_model(chosen, checkpoint=checkpoint, **overrides)
-
-
-def build_huggingface(ours: CvT) -> nn.Module:
-    """Builds Hugging Face's model with the weights of ours; it needs the ``bench`` extra."""
-    with tempfile.TemporaryDirectory() as scratch:
-        save_huggingface(ours, scratch)
-        return quiet_transformers().CvtForImageClassification.from_pretrained(scratch)
 
 
 def _check_no_pyramid(checkpoint: Checkpoint) -> None:
@@ -109,13 +101,7 @@ def _check_no_pyramid(checkpoint: Checkpoint) -> None:
 
 def operations(name: str, model: nn.Module, image_size: int) -> int:
     """Counts the operations of a forward of one image with torch's own counter, a sum being one too."""
-    from torch.utils.flop_counter import FlopCounterMode  # 0.2 s, which other commands need not wait for
-
-    computing_nothing = copy.deepcopy(model).to("meta").eval()
-    counter = FlopCounterMode(display=False)
     try:
-        with torch.no_grad(), counter:
-            computing_nothing(torch.empty(1, 3, image_size, image_size, device="meta"))
+        return count_operations(copy.deepcopy(model).to("meta").eval(), 1, 3, image_size, image_size)
     except RuntimeError as error:
         raise ValueError(f"image_size: got {image_size}, which {name} does not take: {error}") from error
-    return int(counter.get_total_flops())

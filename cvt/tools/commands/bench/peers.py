@@ -95,10 +95,7 @@ class OpenVINOInt8(OpenVINO):
     """OpenVINO, quantized by NNCF, which the first images calibrate."""
 
     packages = ("openvino", "nncf")
-
-    def __init__(self, make: Callable[[], nn.Module], dtype: str):
-        super().__init__(make, dtype)
-        self._quantized: Any = None
+    _quantized: Any = None
 
     def converted(self, model: nn.Module, images: Tensor) -> Any:
         """Returns OpenVINO's model with layers of 8-bit integers, which the first call makes."""

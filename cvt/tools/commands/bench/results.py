@@ -1,4 +1,4 @@
-"""The results of ``cvt bench``: how they are measured, and what they say as tables of text."""
+"""The results of ``cvt bench``: how they are measured, and what they say as tables of text and a picture."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cvt.extras import require
 from cvt.images import load_images, sample_photos
 from cvt_kernels import __version__, machine
 from cvt_kernels.messages import aligned
@@ -29,7 +30,7 @@ MEMORY = (
     "weights included, beyond what it had before they were loaded; on a GPU, what it holds of its memory."
 )
 
-_PACKAGES = ("torch", "transformers", "numpy")
+_OURS, _PEER = "#0072B2", "#999999"  # of Okabe and Ito, which the color-blind can tell apart
 
 Results = dict[str, Any]
 
@@ -66,7 +67,8 @@ def run(
     with Contest(subject, keys, inputs, device=device, dtype=dtype, train=train, strict=True) as contest:
         batches = [contest.measured(size, rounds) for size in batch_sizes]
     used = [CONTENDERS[key].runtime for key in keys]
-    packages = [*_PACKAGES, *(name for each in used if each is not None for name in RUNTIMES[each].packages)]
+    packages = ["torch", "transformers", "numpy"]
+    packages += [name for each in used if each is not None for name in RUNTIMES[each].packages]
     facts, plain = machine.facts(), type(subject.plain).__name__
     config: dict[str, Any] = {"model": subject.name, "weights": subject.weights, "output": subject.output}
     config |= {"photos": [Path(photo).name for photo in photos], "image_size": subject.image_size}
@@ -89,28 +91,23 @@ def run(
     }
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Returns the median and the quartiles of at least one value."""
-    at_least_two = [*values, *values] if len(values) == 1 else values
+def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> tuple[float, float, float]:
+    """Returns how many times as fast as the baseline something is: median, quartiles of the rounds."""
+    ratios = [b / s for b, s in zip(baseline, seconds, strict=True)]
+    at_least_two = ratios if len(ratios) > 1 else 2 * ratios
     low, median, high = statistics.quantiles(at_least_two, n=4, method="inclusive")
     return median, low, high
 
 
-def ratio(seconds: Sequence[float], baseline: Sequence[float]) -> tuple[float, float, float]:
-    """Returns how many times as fast as the baseline something is, by the rounds' own ratios."""
-    return quartiles([b / s for b, s in zip(baseline, seconds, strict=True)])
-
-
 def text(results: Results) -> str:
     """Returns what was measured: the machine, the contenders, and a table with a line for each of them."""
-    config, machine, batches = results["config"], results["machine"], results["batches"]
-    where = "; ".join(machine["gpus"]) if config["device"] != "cpu" else machine["cpu"]
+    config, batches = results["config"], results["batches"]
     about = [
         (key, each["about"] if each["note"] is None else f"{each['about']}; not measured: {each['note']}")
         for key, each in results["contenders"].items()
     ]
     lines = [
-        f"{where}, torch {results['versions']['torch']}; cvt-kernels {machine['extension']}",
+        _machine(results),
         f"{config['model']}, {config['weights']}, {len(config['photos'])} photographs of "
         f"{config['image_size']}×{config['image_size']}, {config['dtype']} on {config['device']}, "
         f"{config['threads']} threads, {'training step' if config['train'] else 'forward'}, "
@@ -137,8 +134,7 @@ def text(results: Results) -> str:
 
 def summary(results: Results) -> str:
     """Returns what a newcomer asks: the machine, and ours beside Hugging Face's model in each batch size."""
-    config, machine = results["config"], results["machine"]
-    where = "; ".join(machine["gpus"]) if config["device"] != "cpu" else machine["cpu"]
+    config = results["config"]
     table = [["batch", "model", "images/s", "×", "ms", "process MiB", f"max |Δ {config['output']}|"]]
     for batch in results["batches"]:
         rows = {row["contender"]: row for row in batch["rows"]}
@@ -154,13 +150,19 @@ def summary(results: Results) -> str:
             table.append([size, name, *speed, held, _error(row["error"])])
     return "\n".join(
         [
-            f"{where}, torch {results['versions']['torch']}; cvt-kernels {machine['extension']}",
+            _machine(results),
             f"{config['model']}, {config['weights']}, {config['dtype']}, {len(config['photos'])} photographs",
             "",
             *aligned(table, right=(0, *range(2, len(table[0])))),
             "Process: all memory of a process that serves, beyond what it had before; Δ: against float64.",
         ]
     )
+
+
+def _machine(results: Results) -> str:
+    machine = results["machine"]
+    where = "; ".join(machine["gpus"]) if results["config"]["device"] != "cpu" else machine["cpu"]
+    return f"{where}, torch {results['versions']['torch']}; cvt-kernels {machine['extension']}"
 
 
 def table(results: Results, batch: dict[str, Any]) -> list[list[str]]:
@@ -189,3 +191,33 @@ def table(results: Results, batch: dict[str, Any]) -> list[list[str]]:
 
 def _error(error: float | None) -> str:
     return "" if error is None else f"{error:.1e}"
+
+
+def throughput(results: Results) -> Any:
+    """Draws the images per second of each contender, in a panel for each batch size.
+
+    A bar is the median of the rounds; its line ends at the slowest and the fastest.
+    """
+    batches, config = results["batches"], results["config"]
+    count = max(len(batch["rows"]) for batch in batches)
+    size = 8, 0.5 + len(batches) * (0.8 + 0.4 * count)
+    new = require("matplotlib.figure", "bench").Figure  # outside of pyplot, which would ask for a display
+    figure = new(figsize=size, layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(h_pad=0.1)  # else a label below touches the next panel's title
+    figure.suptitle(f"{config['model']}, {config['dtype']}{', training' if config['train'] else ''}")
+    for axes, batch in zip(figure.subplots(len(batches), squeeze=False)[:, 0], batches, strict=True):
+        keys = [row["contender"] for row in batch["rows"]]
+        samples = [[batch["batch_size"] / s for s in row["seconds"]] for row in batch["rows"]]
+        medians = [statistics.median(each) for each in samples]
+        below = [m - min(each) for m, each in zip(medians, samples, strict=True)]
+        above = [max(each) - m for m, each in zip(medians, samples, strict=True)]
+        colors = [_OURS if results["contenders"][key]["ours"] else _PEER for key in keys]
+        bars = axes.barh(keys, medians, xerr=[below, above], color=colors, ecolor="#333333")
+        labels = [f"{m:.0f}" if m >= 100 else f"{m:#.3g}" for m in medians]
+        axes.bar_label(bars, labels, padding=6)
+        axes.set(
+            title=f"batch {batch['batch_size']}", xlabel="images/s", xlim=(0, 1.15 * max(map(max, samples)))
+        )
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure

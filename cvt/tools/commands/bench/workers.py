@@ -45,13 +45,10 @@ _WARM, _FEWEST = 3, 5
 
 
 class Job(NamedTuple):
-    """The settings of every process.
+    """The settings of every process, which finds models and images in a ``folder``.
 
-    Attributes:
-        folder: Where :meth:`save` has put the models and the images.
-        dtype: Of weights and images, in training of autocast; ``"tf32"`` is float32 with rounded products.
-        requested: The backends that ours request.
-        quick: Whether a turn is one step.
+    The dtype is that of weights and images, in training of autocast; ``"tf32"`` is float32 with rounded
+    products. Ours request the backends ``requested``; if ``quick``, a turn is one step.
     """
 
     folder: str
@@ -122,16 +119,13 @@ class Runner:
     def answer(self, request: str, *arguments: Any) -> Any:
         """Calls the method of a request."""
         requested = self._job.requested if self._contender.is_ours else ("reference",)
-        with backends.requesting(*requested), self._freezing():
+        is_on_cpu = self._job.device.type == "cpu"
+        with backends.requesting(*requested), contextlib.ExitStack() as stack:
+            if self._contender.compile is not None and is_on_cpu and not self._job.train:
+                from torch._inductor import config  # takes a second
+
+                stack.enter_context(config.patch(freezing=True))  # the weights are folded in
             return getattr(self, request)(*arguments)
-
-    def _freezing(self) -> Any:
-        """Returns a context in which torch.compile folds the weights in, on a CPU in evaluation."""
-        if self._contender.compile is None or self._job.device.type != "cpu" or self._job.train:
-            return contextlib.nullcontext()
-        from torch._inductor import config  # takes a second
-
-        return config.patch(freezing=True)
 
     def first(self, batch_size: int) -> dict[str, float | None]:
         """Makes the contender and runs its first step; returns the seconds of ``load`` and of both."""

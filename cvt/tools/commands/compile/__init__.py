@@ -19,31 +19,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     archs, operators = [f"sm_{number}" for number in LIMITS], list(TRITON_OPERATORS)
     models = ["cvt_13", "segformer_b0", "pvt_v2_b2"]
-    options: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
-        "arch": (f"GPU architectures: {', '.join(archs)} (default: sm_90)", ["sm_90"], {"choices": archs}),
-        "model": (
-            "cvt_13, cvt_21, cvt_w24; for depthwise_conv_gelu also segformer_b0, segformer_b5, pvt_v2_b2 "
-            f"(default: {', '.join(models)})",
-            models,
-            {"choices": (*PRESETS, *PYRAMIDS)},
-        ),
-        "dtype": (f"{', '.join(DTYPES)} (default: all)", list(DTYPES), {"choices": tuple(DTYPES)}),
-        "operator": (f"{', '.join(operators)} (default: all)", operators, {"choices": operators}),
-        "stage": (
-            "stages of the model: 1, 2, 3; for segformer and pvt_v2 also 4 (default: all)",
-            [1, 2, 3, 4],
-            {"type": integer(1, 4)},
-        ),
-        "image-size": (
-            "sides of the input images in pixels (default: 224; 384 for cvt_w24, 512 for segformer)",
-            [None],
-            {"type": image_size},
-        ),
-        "batch-size": ("one or more batch sizes (default: 256)", [256], {"type": batch_size}),
-    }
-    for name, (text, default, kind) in options.items():
-        settings = {"dest": f"{name.replace('-', '_')}s", "metavar": name.upper(), "default": default}
-        option(parser, f"--{name}", text, nargs="+", **settings, **kind)
+
+    def several(name: str, text: str, default: list[Any], **settings: Any) -> None:
+        settings |= {"dest": f"{name.replace('-', '_')}s", "metavar": name.upper(), "default": default}
+        option(parser, f"--{name}", text, nargs="+", **settings)
+
+    text = f"GPU architectures: {', '.join(archs)} (default: sm_90)"
+    several("arch", text, ["sm_90"], choices=archs)
+    text = "cvt_13, cvt_21, cvt_w24; for depthwise_conv_gelu also segformer_b0, segformer_b5, pvt_v2_b2"
+    text += f" (default: {', '.join(models)})"
+    several("model", text, models, choices=(*PRESETS, *PYRAMIDS))
+    several("dtype", f"{', '.join(DTYPES)} (default: all)", list(DTYPES), choices=tuple(DTYPES))
+    several("operator", f"{', '.join(operators)} (default: all)", operators, choices=operators)
+    text = "stages of the model: 1, 2, 3; for segformer and pvt_v2 also 4 (default: all)"
+    several("stage", text, [1, 2, 3, 4], type=integer(1, 4))
+    text = "sides of the input images in pixels (default: 224; 384 for cvt_w24, 512 for segformer)"
+    several("image-size", text, [None], type=image_size)
+    several("batch-size", "one or more batch sizes (default: 256)", [256], type=batch_size)
     option(parser, "--jobs", "parallel processes (default: one per core)", type=integer(1, 256))
     add_json_argument(parser, "the report")
     parser.set_defaults(run=_compile)
@@ -54,7 +46,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise ValueError("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
     require("triton", "gpu")
-    from . import jobs, report
+    from . import jobs
 
     with naming_options("image_size"):
         plan = jobs.triton_jobs(arguments)
@@ -62,6 +54,6 @@ def _compile(arguments: argparse.Namespace) -> int:
         raise ValueError("--model, --operator, --stage: none of these models has such an operator or stage")
     rows = jobs.compile_all(plan, arguments.jobs)
     with reporting(arguments.json, indent=1) as report_json:
-        report_json(report.as_json(rows))
-    print_result(arguments, [*report.table(rows), "", *report.entry(rows)])
-    return int(any(row.flaws for row in rows))
+        report_json(jobs.as_json(rows))
+    print_result(arguments, [*jobs.table(rows), "", *jobs.entry(rows)])
+    return int(any(row["flaws"] for row in rows))

@@ -1,26 +1,29 @@
-"""The compilations that a command line asks for, each of them once, and their execution in processes."""
+"""The compilations that a command line asks for, each of them once, in processes, and the report of them."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import multiprocessing
-import operator
 import os
 import signal
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
+import torch
+import triton
 from tqdm import tqdm
 
 from cvt.config import DTYPES
+from cvt_kernels import __version__
 from cvt_kernels.launch import launching
+from cvt_kernels.messages import aligned
 
 from ..process import temporary_files_together
 from .gpus import LIMITS
-from .launches import TRITON_OPERATORS, image_size_of, is_of, stages_of
-from .triton_kernels import Resources, TritonKernel, specialize
+from .launches import TRITON_OPERATORS, image_size_of, is_of, kernel_name, stages_of
+from .triton_kernels import Resources, examine
 
 
 class LaunchCase(NamedTuple):
@@ -36,30 +39,13 @@ class LaunchCase(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One compilation, and the cases that the kernel serves, with its launches in each."""
+    """One compilation, and the cases that the kernel serves."""
 
-    source: TritonKernel
-    cases: dict[LaunchCase, list[launching.Launch]]
+    source: launching.TritonKernel
+    cases: dict[LaunchCase, None]
 
 
-class Row(NamedTuple):
-    """One kernel of the report: its GPU, the types and cases that it serves, what it takes, and its flaws."""
-
-    arch: str
-    operator: str
-    kernel: str
-    dtypes: list[str]
-    cases: Sequence[LaunchCase]
-    resources: Resources
-    flaws: Sequence[str]
-
-    @classmethod
-    def of(cls, job: Job, resources: Resources) -> Row:
-        """Returns the row of a job that was compiled."""
-        cases, arch = list(job.cases), job.source.arch
-        dtypes = list(dict.fromkeys(case.dtype for case in cases))
-        about = f"sm_{arch}", cases[0].operator, job.source.label, dtypes, cases
-        return cls(*about, resources, resources.flaws(arch))
+Row = dict[str, Any]
 
 
 def triton_jobs(asked: Any) -> list[Job]:
@@ -74,9 +60,8 @@ def triton_jobs(asked: Any) -> list[Job]:
     ):
         case = LaunchCase(name, dtype, model, size or image_size_of(model), batch, stage, mode)
         for launch in launches_of(case, arch):
-            kernel = specialize(launch, arch)
-            job = jobs.setdefault(repr(kernel), Job(kernel, {}))
-            job.cases.setdefault(case, []).append(launch)
+            kernel = launching.specialize(launch, arch)
+            jobs.setdefault(repr(kernel), Job(kernel, {})).cases[case] = None
     return list(jobs.values())
 
 
@@ -92,12 +77,8 @@ def launches_of(case: LaunchCase, arch: int) -> list[launching.Launch]:
 
 
 def compile_all(jobs: Sequence[Job], processes: int | None) -> list[Row]:
-    """Compiles everything, in one process per core or as many as given, and returns a row for each kernel.
-
-    A single process is this one.
-    """
+    """Compiles everything in so many processes, or one per core; a single one is this. Returns the rows."""
     processes = processes or len(os.sched_getaffinity(0))
-    examine = operator.methodcaller("examine")
     with temporary_files_together(), contextlib.ExitStack() as stack:
         run: Any = map
         if processes > 1:
@@ -108,4 +89,61 @@ def compile_all(jobs: Sequence[Job], processes: int | None) -> list[Row]:
             run = pool.map
         done = run(examine, [job.source for job in jobs])
         examined = list(tqdm(done, "compile", len(jobs), unit="job", disable=None))
-    return [Row.of(job, resources) for job, resources in zip(jobs, examined, strict=True)]
+    return [row_of(job, resources) for job, resources in zip(jobs, examined, strict=True)]
+
+
+# The report -----------------------------------------------------------------------------------------------
+
+#: Written into the JSON file. The version changes whenever a reader of the old ones would fail.
+SCHEMA, VERSION = "cvt compile", 3
+_NUMBERS = ("registers", "spilled B", "shared B", "occupancy")
+
+
+def row_of(job: Job, resources: Resources) -> Row:
+    """Returns what the report says of a kernel, ready for JSON."""
+    cases, arch = [case._asdict() for case in job.cases], job.source.arch
+    return {
+        "arch": f"sm_{arch}",
+        "operator": cases[0]["operator"],
+        "kernel": kernel_name(job.source.name),
+        "dtypes": list(dict.fromkeys(case["dtype"] for case in cases)),
+        "cases": cases,
+        "resources": resources._asdict(),
+        "flaws": resources.flaws(arch),
+    }
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Returns the lines of a table with a line for each kernel."""
+    cells: list[tuple[str, ...]] = [("arch", "kernel", "dtype", "mode", "for", *_NUMBERS)]
+    for row in rows:
+        modes, took = dict.fromkeys(case["mode"] for case in row["cases"]), row["resources"]
+        words = row["arch"], row["kernel"], " ".join(row["dtypes"]), " ".join(modes), _purpose(row)
+        numbers = took["registers"], took["stack"], took["static_shared"] + took["dynamic_shared"]
+        cells.append((*words, *map(str, numbers), f"{took['occupancy']:.0%}"))
+    return aligned(cells, right=range(5, 9))
+
+
+def _purpose(row: Row) -> str:
+    """Returns which stages of which model a kernel serves."""
+    stages: dict[str, list[str]] = {}
+    for case in row["cases"]:
+        setting = f"{case['model']} {case['image_size']}²×{case['batch_size']}"
+        stages.setdefault(setting, []).append(str(case["stage"]))
+    return ", ".join(f"{setting} {' '.join(dict.fromkeys(each))}" for setting, each in stages.items())
+
+
+def entry(rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each flaw, or one line that there is none."""
+    lines = [
+        f"{row['arch']} {row['kernel']}, {' '.join(row['dtypes'])} {_purpose(row)}: {flaw}"
+        for row in rows
+        for flaw in row["flaws"]
+    ]
+    return lines or [f"{len(rows)} kernels: nothing spills, everything fits"]
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns the contents of the JSON file, which has every case of every kernel."""
+    versions = {"cvt_kernels": __version__, "torch": torch.__version__, "triton": triton.__version__}
+    return {"schema": SCHEMA, "version": VERSION, "versions": versions, "kernels": rows}

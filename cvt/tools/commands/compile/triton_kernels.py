@@ -1,4 +1,4 @@
-"""Triton kernels, specialized for a launch and compiled for a GPU that need not be here."""
+"""Triton kernels, compiled for a GPU that need not be here, and what they take of it."""
 
 from __future__ import annotations
 
@@ -8,43 +8,20 @@ import io
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import triton
 from triton import knobs
-from triton.backends.compiler import GPUTarget, Language
+from triton.backends.compiler import Language
 from triton.compiler import CompiledKernel, make_backend
 from triton.runtime.cache import get_cache_manager
 
-from cvt_kernels.launch import launching
+from cvt_kernels.launch.launching import TritonKernel
 
 from .dependencies import overwritten
 from .gpus import RESERVED_SHARED, max_block_shared, occupancy
-
-
-class Usage(NamedTuple):
-    """The registers and bytes of a thread and, ``shared``, of a block, as the assembler notes them."""
-
-    registers: int
-    stack: int
-    shared: int
-    local: int
-
-
-def usages_of(cubin: Path) -> dict[str, Usage]:
-    """Returns the usage of each function of a cubin, by name."""
-    text = run_tool("cuobjdump", "-res-usage", cubin)
-    found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", text)
-    return {name: Usage(*map(int, numbers)) for name, *numbers in found}
-
-
-def run_tool(name: str, *arguments: object) -> str:
-    """Runs a program that Triton ships, and returns what it prints."""
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    command = list(map(str, (path, *arguments)))
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 class Resources(NamedTuple):
@@ -68,14 +45,19 @@ class Resources(NamedTuple):
 
     @classmethod
     def of(
-        cls, usage: Usage, arch: int, threads: int, *, dynamic_shared: int = 0, tensor_memory: int = 0
+        cls,
+        arch: int,
+        threads: int,
+        usage: Mapping[str, int],
+        dynamic_shared: int = 0,
+        tensor_memory: int = 0,
     ) -> Resources:
-        """Returns the resources of a function, with what the launch adds to it; ``arch`` is 90 for sm_90."""
+        """Returns the resources of a function, by its line of cuobjdump and what the launch adds to it."""
         # From Hopper on the assembler counts what the system takes.
-        static = max(usage.shared - (RESERVED_SHARED if arch >= 90 else 0), 0)
-        filled = occupancy(arch, threads, usage.registers, static + dynamic_shared, tensor_memory)
-        taken = threads, usage.registers, max(usage.stack, usage.local)
-        return cls(*taken, static, dynamic_shared, tensor_memory, filled)
+        static = max(usage["SHARED"] - (RESERVED_SHARED if arch >= 90 else 0), 0)
+        filled = occupancy(arch, threads, usage["REG"], static + dynamic_shared, tensor_memory)
+        stack = max(usage["STACK"], usage["LOCAL"])
+        return cls(threads, usage["REG"], stack, static, dynamic_shared, tensor_memory, filled)
 
     @property
     def shared(self) -> int:
@@ -94,50 +76,49 @@ class Resources(NamedTuple):
         return flaws
 
 
-class TritonKernel(launching.TritonKernel):
-    """A specialized Triton kernel that can be examined."""
+def examine(kernel: TritonKernel) -> Resources:
+    """Compiles a kernel into Triton's cache, and returns what it takes of the GPU."""
+    with _printed_log() as log:
+        compiled = kernel.compile()
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch, "kernel.cubin")
+        path.write_bytes(compiled.asm["cubin"])
+        found = re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", _run_tool("cuobjdump", "-res-usage", path))
+        sass = _run_tool("nvdisasm", "-c", path) if "wgmma" in compiled.asm["ptx"] else ""
+    facts, usage = compiled.metadata, {name: int(number) for name, number in found}
+    tensor_memory = getattr(facts, "tmem_size", None) or 0
+    resources = Resources.of(kernel.arch, 32 * facts.num_warps, usage, facts.shared, tensor_memory)
+    if not sass:
+        return resources
+    told = messages_of(_assembler_log(kernel, compiled, log.getvalue()))
+    return resources._replace(messages=told + overwritten(sass))
 
-    @property
-    def label(self) -> str:
-        """The kernel's name in reports."""
-        return self.name.strip("_").removesuffix("_kernel")
 
-    def examine(self) -> Resources:
-        """Compiles the kernel, as :meth:`compile` does, and returns what it takes of the GPU."""
+def _run_tool(name: str, *arguments: str | Path) -> str:
+    """Runs a program that Triton ships, and returns what it prints."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _assembler_log(kernel: TritonKernel, compiled: CompiledKernel, printed: str) -> str:
+    """Returns the assembler's log: the one just printed, or the one that Triton's cache keeps.
+
+    A kernel that the cache had before has neither, and is assembled again, once.
+    """
+    key = "\0".join([compiled.asm["ptx"], str(kernel.arch), repr(kernel.options)])
+    cache = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    kept = cache.get_file("assembler.log")
+    if kept is not None:
+        return Path(kept).read_text(encoding="utf-8")
+    if "ptxas info" not in printed:
+        backend = make_backend(kernel.target())
+        stages: dict[str, Any] = {}
+        backend.add_stages(stages, backend.parse_options(kernel.options), Language.TRITON)
         with _printed_log() as log:
-            compiled = self.compile()
-        with tempfile.TemporaryDirectory() as scratch:
-            path = Path(scratch, "kernel.cubin")
-            path.write_bytes(compiled.asm["cubin"])
-            (usage,) = usages_of(path).values()
-            sass = run_tool("nvdisasm", "-c", path) if "wgmma" in compiled.asm["ptx"] else ""
-        facts = compiled.metadata
-        memory = {"dynamic_shared": facts.shared, "tensor_memory": getattr(facts, "tmem_size", None) or 0}
-        resources = Resources.of(usage, self.arch, 32 * facts.num_warps, **memory)
-        if not sass:
-            return resources
-        told = messages_of(self._log(compiled, log.getvalue()))
-        return resources._replace(messages=told + overwritten(sass))
-
-    def _log(self, compiled: CompiledKernel, printed: str) -> str:
-        """Returns the assembler's log: the one just printed, or the one that Triton's cache keeps.
-
-        A kernel that the cache had before has neither, and is assembled again, once.
-        """
-        key = "\0".join([compiled.asm["ptx"], str(self.arch), repr(self.options)])
-        cache = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-        kept = cache.get_file("assembler.log")
-        if kept is not None:
-            return Path(kept).read_text(encoding="utf-8")
-        if "ptxas info" not in printed:
-            backend = make_backend(GPUTarget("cuda", self.arch, 32))
-            stages: dict[str, Any] = {}
-            backend.add_stages(stages, backend.parse_options(self.options), Language.TRITON)
-            with _printed_log() as log:
-                stages["cubin"](compiled.asm["ptx"], {})
-            printed = log.getvalue()
-        cache.put(printed, "assembler.log", binary=False)
-        return printed
+            stages["cubin"](compiled.asm["ptx"], {})
+        printed = log.getvalue()
+    cache.put(printed, "assembler.log", binary=False)
+    return printed
 
 
 @contextlib.contextmanager
@@ -152,8 +133,3 @@ def messages_of(log: str) -> tuple[str, ...]:
     """Returns the messages C75xx of the assembler's log, without the functions that they are about."""
     found = re.findall(r"\((C75\d\d)\) (.*?)(?: in (?:the )?function '.*?')?\s*$", log, flags=re.MULTILINE)
     return tuple(dict.fromkeys(f"{code}: {text}" for code, text in found))
-
-
-def specialize(launch: launching.Launch, arch: int) -> TritonKernel:
-    """Returns the kernel of a launch, specialized as Triton specializes it for these arguments."""
-    return TritonKernel(*launching.specialize(launch, arch))

@@ -12,8 +12,8 @@ from cvt.model import ConvEmbed, tokens_to_map
 from cvt.tools import commands as cli
 from cvt.tools.commands.compile import gpus, jobs, launches, triton_kernels
 from cvt.tools.commands.compile.dependencies import overwritten
-from cvt.tools.commands.compile.report import SCHEMA, VERSION
-from cvt.tools.commands.compile.triton_kernels import Resources, Usage
+from cvt.tools.commands.compile.triton_kernels import Resources
+from cvt_kernels.launch import launching
 from tests.checks import bad, leave_the_interpreter
 from tests.processes import run_python
 
@@ -36,7 +36,7 @@ def test_kernels_of_a_model(tmp_path):
     """CvT-13's embeddings of three stages: the first convolves too, the others follow PyTorch's."""
     arguments = ("--model", "cvt_13", "--operator", "conv_embedding", "--dtype", "bfloat16", "--jobs", "1")
     lines, report = compile_ahead(tmp_path, *arguments, "--batch-size", "64")
-    assert (report["schema"], report["version"]) == (SCHEMA, VERSION)
+    assert (report["schema"], report["version"]) == (jobs.SCHEMA, jobs.VERSION)
     names = ["conv_embedding_embed", "conv_embedding_normalize", "conv_embedding_normalize"]
     assert [row["kernel"] for row in report["kernels"]] == names
     heading, *cells, empty, entry = lines
@@ -83,13 +83,12 @@ def test_a_spill_fails_the_command(tmp_path):
 @pytest.mark.parametrize("flawed", [(), (0,), (1,), (0, 1)])
 def test_a_flaw_of_any_kernel_fails_the_command(flawed, monkeypatch, capsys):
     case = jobs.LaunchCase("attention", "bfloat16", "cvt_13", 224, 256, 3, "inference")
-    resources = Resources.of(Usage(32, 0, 1024, 0), 90, 128)
-    rows = [
-        jobs.Row(
-            "sm_90", "attention", name, ["bfloat16"], [case], resources, ["spills"] if i in flawed else []
-        )
-        for i, name in enumerate(("attention_fwd", "attention_bwd"))
-    ]
+    resources = Resources.of(90, 128, {"REG": 32, "STACK": 0, "SHARED": 1024, "LOCAL": 0})
+    rows = []
+    for i, name in enumerate(("_attention_fwd_kernel", "_attention_bwd_kernel")):
+        kernel = launching.TritonKernel(90, "", name, {}, {}, {}, {})
+        rows.append(jobs.row_of(jobs.Job(kernel, {case: None}), resources))
+        rows[i]["flaws"] = ["spills"] if i in flawed else []
     leave_the_interpreter(monkeypatch)
     monkeypatch.setattr(jobs, "triton_jobs", lambda selection: rows)
     monkeypatch.setattr(jobs, "compile_all", lambda plan, count: plan)
@@ -103,7 +102,8 @@ def test_flaws():
     """On sm_90 a block may have 227 KiB of shared memory, and a multiprocessor has 65536 registers."""
 
     def flaws(registers, stack, shared, local, threads=128):
-        return Resources.of(Usage(registers, stack, shared + 1024, local), 90, threads).flaws(90)
+        usage = {"REG": registers, "STACK": stack, "SHARED": shared + 1024, "LOCAL": local}
+        return Resources.of(90, threads, usage).flaws(90)
 
     assert flaws(255, 0, 227 * 1024, 0) == []
     assert flaws(255, 8, 0, 0) == flaws(255, 0, 0, 8) == ["spills: 8 bytes"]
@@ -118,9 +118,9 @@ def test_the_interpreter_compiles_nothing(capsys, monkeypatch):
 
 def test_what_does_not_compile_is_named():
     program = (
-        "from cvt.tools.commands.compile.triton_kernels import TritonKernel\n"
+        "from cvt.tools.commands.compile.triton_kernels import TritonKernel, examine\n"
         "module = 'cvt_kernels.ops.attention.triton.backward'\n"
-        "TritonKernel(90, module, '_attention_bwd_kernel', {}, {}, {}, {}).examine()"
+        "examine(TritonKernel(90, module, '_attention_bwd_kernel', {}, {}, {}, {}))"
     )
     result = run_python(program, TRITON_INTERPRET="0")
     assert "RuntimeError: _attention_bwd_kernel does not compile for sm_90: " in result.stderr
@@ -131,8 +131,8 @@ LAUNCHED = """
 import os, torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from cvt.tools.commands.compile import launches, triton_kernels
-from cvt_kernels.launch.launching import Chip
+from cvt.tools.commands.compile import launches
+from cvt_kernels.launch.launching import Chip, specialize
 
 class Driver:
     get_current_device = get_current_stream = lambda self, *device: 0
@@ -141,10 +141,10 @@ class Driver:
         return GPUTarget("cuda", 90, 32)
 
 driver.set_active(Driver())
-stage = launches.stages("cvt_13")[0]
+stage = launches.stages_of("cvt_13")[0]
 embed = launches.TRITON_OPERATORS["conv_embedding"]
 for launch in embed(stage, torch.bfloat16, Chip(90, 132), batch=1, training=False):
-    compiled = triton_kernels.specialize(launch, 90).compile()
+    compiled = specialize(launch, 90).compile()
     kept = sorted(os.listdir(os.environ["TRITON_CACHE_DIR"]))
     found = launch.kernel.warmup(**launch.arguments, grid=launch.grid, **launch.options)
     assert found.hash == compiled.hash
@@ -171,7 +171,7 @@ def test_stages_are_the_models(model, size):
         tokens, grid = ConvEmbed(stage).to("meta")(maps)
         maps = tokens_to_map(tokens, grid)
         expected.append((grid, tokens.shape[2], int(stage.cls_token), embedding, 0, 0))
-    assert launches.stages(model, size) == launches.stages_of(model, size or own) == expected
+    assert launches.stages_of(model, size) == expected
 
 
 # Blocks of a multiprocessor as cuda_occupancy.h of CUDA 13.0 computes them: bound by registers, shared

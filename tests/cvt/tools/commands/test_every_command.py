@@ -73,7 +73,7 @@ def test_a_command_waits_for_no_package_that_only_others_need():
     result.check_returncode()
     *usage, modules = result.stdout.splitlines()
     assert "usage: cvt train [-h] --data DATA" in usage[0]
-    heavy = {"PIL", "kornia", "matplotlib", "sklearn", "transformers", "triton", "torch.utils.flop_counter"}
+    heavy = {"kornia", "matplotlib", "sklearn", "transformers", "triton", "torch.utils.flop_counter"}
     assert not heavy & set(modules.split())
     assert "cvt.tools.commands.classify" not in modules.split()
 

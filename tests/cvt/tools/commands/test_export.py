@@ -17,8 +17,7 @@ from cvt.card import ModelCard
 from cvt.factory import randomize
 from cvt.tools.commands import export as export_module
 from cvt.tools.commands import main
-from cvt.tools.commands.export import export
-from cvt.tools.commands.onnx_nodes import with_nodes
+from cvt.tools.commands.export import export, with_nodes
 from cvt_kernels.ops.linear_int8.modules import ConvInt8
 from tests.checks import record_all_calls
 from tests.upstream import ONE_STAGE

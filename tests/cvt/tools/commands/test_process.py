@@ -49,7 +49,6 @@ def test_a_stdout_of_ascii_gets_escapes(monkeypatch, classify):
 ENDED = """
 import os, signal, sys, tempfile
 from cvt.tools.commands import evaluate, explain, main
-import cvt.tools.explanation
 from cvt.tools.commands.compile import jobs
 
 folder, photo, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
@@ -69,15 +68,13 @@ def ended(*arguments):
         # Python's folder for processes stays until this one ends.
         print(caught.code, [name for name in os.listdir(folder) if not name.startswith("pymp-")])
 
-class Source:
-    examine = end
-
 model = ("--checkpoint", "digits", "--device", "cpu")
 evaluate.evaluate = lambda *args, **kwargs: os.kill(os.getpid(), number)
 ended("evaluate", "--data", "digits", *model, "--json", folder + "/x.json")
-cvt.tools.explanation.pictures = lambda *args, **kwargs: os.kill(os.getpid(), number)
+explain.pictures = lambda *args, **kwargs: os.kill(os.getpid(), number)
 ended("explain", photo, *model, "--output", folder)
-jobs.triton_jobs = lambda selection: [jobs.Job(Source(), {})]
+jobs.triton_jobs = lambda selection: [jobs.Job(None, {})]
+jobs.examine = end
 ended("compile", "--jobs", "1")
 assert handlers == [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
 """

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from cvt.tools.training.augment import Augment, Box, cut_box, cutmix, mixup
+from cvt.tools.training.augment import Augment, cut_side, cutmix, mixup
 from cvt.tools.training.recipe import DIGITS_OPTIONS, TrainConfig
 
 OFF = {"mixup": 0.0, "cutmix": 0.0, "color_jitter": 0.0, "rand_augment": 0, "random_erasing": 0.0}
@@ -20,7 +20,7 @@ def batch(count=8, seed=0):
 def test_mixup_and_cutmix_pixel_by_pixel():
     images, targets = torch.randn(3, 2, 4, 5), torch.eye(3)
     mixed, soft = mixup(images, targets, 0.3)
-    cut, cut_soft = cutmix(images, targets, Box(1, 3, 2, 5))
+    cut, cut_soft = cutmix(images, targets, slice(1, 3), slice(2, 5))
     for i in range(3):
         torch.testing.assert_close(mixed[i], 0.3 * images[i] + 0.7 * images[2 - i])
         torch.testing.assert_close(soft[i], 0.3 * targets[i] + 0.7 * targets[2 - i])
@@ -33,7 +33,8 @@ def test_mixup_and_cutmix_pixel_by_pixel():
 
 def test_boxes_of_cutmix_cover_what_is_left_of_lam():
     for lam in (0.0, 0.4, 0.9, 1.0):
-        boxes = [cut_box(40, 60, lam) for _ in range(300)]
+        sides = [(cut_side(40, lam), cut_side(60, lam)) for _ in range(300)]
+        boxes = [(rows.start, rows.stop, columns.start, columns.stop) for rows, columns in sides]
         assert all(0 <= t <= b <= 40 and 0 <= left <= r <= 60 for t, b, left, r in boxes)
         largest = max((b - t) * (r - left) for t, b, left, r in boxes)
         assert largest == pytest.approx(2400 * (1 - lam), rel=0.1)

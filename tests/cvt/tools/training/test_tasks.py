@@ -11,7 +11,7 @@ from PIL import Image
 
 from cvt import create_model
 from cvt.tools.datasets import Batches, RandomCrop
-from cvt.tools.evaluation import add_up_pixels
+from cvt.tools.evaluation import add_up_pixels, answers
 from cvt.tools.label_maps import open_label_maps
 from cvt.tools.training.recipe import MODELS, SEGMENT_OPTIONS, TrainConfig
 from cvt.tools.training.trainer import LAST, Trainer, epoch_line
@@ -87,7 +87,8 @@ def test_two_processes_add_up_their_pixels(label_maps, tmp_path):
     state = torch.load(tmp_path / "run" / LAST, weights_only=True)
     model = create_model(TINY).eval()
     model.load_state_dict(state["model"])
-    sums = add_up_pixels(model, Batches(open_label_maps(label_maps, "val", 16), 3), CPU, 3)
+    batches = Batches(open_label_maps(label_maps, "val", 16), 3)
+    sums = add_up_pixels(answers(model, batches, CPU), CPU, 3)
     (row,) = state["history"]
     assert row["miou"] == pytest.approx(sums.miou, rel=1e-6)
     assert row["pixel_accuracy"] == sums.pixel_accuracy

@@ -19,9 +19,8 @@ from torch.nn import functional as F
 
 from cvt import create_model
 from cvt.tools.datasets import ImageDataset, RandomCrop
-from cvt.tools.training.logs import Logs
 from cvt.tools.training.recipe import DIGITS_OPTIONS, MODELS, TrainConfig, distillation_loss
-from cvt.tools.training.trainer import LAST, NonFiniteLossError, Trainer, distributed, epoch_line
+from cvt.tools.training.trainer import LAST, Logs, NonFiniteLossError, Trainer, distributed, epoch_line
 from cvt_kernels import graphs
 from tests.checks import Terminal
 from tests.processes import run_ranks

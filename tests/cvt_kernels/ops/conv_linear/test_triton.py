@@ -128,7 +128,7 @@ def plan_of(stage, batch, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("batch", [1, 3, 256])
-@pytest.mark.parametrize("stage", launches.stages("cvt_13"), ids=str)
+@pytest.mark.parametrize("stage", launches.stages_of("cvt_13"), ids=str)
 def test_every_strip_has_one_program(stage, batch):
     """At batch 256 few lanes have no outputs."""
     plan = plan_of(stage, batch)

@@ -78,7 +78,7 @@ def plan_of(grid, channels, batch, class_tokens=0):
 
 
 @pytest.mark.parametrize("batch", [1, 3, 256])
-@pytest.mark.parametrize("stage", launches.stages("cvt_13"), ids=str)
+@pytest.mark.parametrize("stage", launches.stages_of("cvt_13"), ids=str)
 def test_every_pixel_has_one_program(stage, batch):
     """At batch 256 a program reads few rows twice, and has no lane without columns."""
     (height, width), channels, class_tokens, *_ = stage

@@ -55,7 +55,7 @@ def replaced(made, **fields):
 
 
 # Tiles of the real size take the interpreter minutes; what they change is tested at small sizes below.
-@pytest.mark.parametrize("stage", launches.stages("cvt_13"), ids=str)
+@pytest.mark.parametrize("stage", launches.stages_of("cvt_13"), ids=str)
 def test_every_stage_of_cvt_13(stage):
     grid, channels, class_tokens, *_ = stage
     # Training at the larger ones would take the interpreter long.

@@ -92,7 +92,7 @@ def test_fast_exact_gelu_is_exact_enough():
 
 
 def test_work():
-    stage = launches.stages("cvt_13")[0]
+    stage = launches.stages_of("cvt_13")[0]
     record = launches.TRITON_OPERATORS["layer_norm_mlp"]
     (found,) = record(stage, torch.bfloat16, launching.Chip(90, 132), training=False)
     described, rows = floors.work_of(found), 256 * 56 * 56

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cvt.config import CvTConfig, as_number
-from cvt.factory import create_model
-from cvt.model import Block
-from cvt.pretrained import PretrainedModel
-from cvt.quantized import quantized_layers
-from cvt.segmentation import IGNORED
 from cvt_kernels import checks
+
+from .config import CvTConfig, as_number
+from .factory import create_model
+from .model import Block
+from .pretrained import PretrainedModel
+from .quantized import quantized_layers
+from .segmentation import IGNORED
 
 Saliency = Literal["magnitude", "taylor"]
 
@@ -77,7 +78,11 @@ def prune_weights(
     if batches is not None:
         checks.check_kind("batches", batches, Iterable)
     chosen = saliency or ("magnitude" if batches is None else "taylor")
-    whole = _copy_of(model, whole_config)
+    whole = create_model(whole_config).to(next(model.parameters())).eval()  # without hooks
+    try:
+        whole.load_state_dict(model.state_dict())
+    except RuntimeError as error:
+        raise ValueError(f"model: has other modules than its configuration says: {error}") from error
     if chosen == "magnitude":
         saliencies = {path: _magnitudes(block) for path, block in _blocks(whole).items()}
     elif batches is None:
@@ -96,16 +101,6 @@ def why_unprunable(model: nn.Module) -> str | None:
     if layers:
         return f"is quantized ({layers[0]}), expected floating point: prune first, then quantize"
     return None
-
-
-def _copy_of(model: nn.Module, config: CvTConfig) -> nn.Module:
-    """Returns a model of the same weights, without hooks and in evaluation mode."""
-    copy = create_model(config).to(next(model.parameters()))
-    try:
-        copy.load_state_dict(model.state_dict())
-    except RuntimeError as error:
-        raise ValueError(f"model: has other modules than its configuration says: {error}") from error
-    return copy.eval()
 
 
 # Sizes ----------------------------------------------------------------------------------------------------
@@ -195,8 +190,14 @@ def _taylor(
     if not config.num_classes:
         raise ValueError("model: has no head whose loss could tell, expected one or saliency='magnitude'")
     device = next(model.parameters()).device
-    blocks, inputs, sums = _blocks(model), _inputs_of_last_layers(model), {}
+    blocks, inputs, sums = _blocks(model), dict[nn.Module, Tensor](), {}
+
+    def keep(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
+        inputs[layer] = given[0]
+
     for path, block in blocks.items():
+        for layer in (block.attn.proj, block.mlp.fc2):
+            layer.register_forward_pre_hook(keep)
         sizes = block.attn.num_heads, block.mlp.fc2.in_features
         sums[path] = _Saliency(*(torch.zeros(size, dtype=torch.float64, device=device) for size in sizes))
     images_seen = 0
@@ -217,19 +218,6 @@ def _taylor(
     if not images_seen:
         raise ValueError("batches: got no images, expected at least one")
     return sums
-
-
-def _inputs_of_last_layers(model: nn.Module) -> dict[nn.Module, Tensor]:
-    """Returns a dictionary that has, after each forward, the inputs of every ``proj`` and ``fc2``."""
-    inputs: dict[nn.Module, Tensor] = {}
-
-    def keep(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
-        inputs[layer] = given[0]
-
-    for block in _blocks(model).values():
-        for layer in (block.attn.proj, block.mlp.fc2):
-            layer.register_forward_pre_hook(keep)
-    return inputs
 
 
 def _loss(name: str, logits: Tensor, labels: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import cvt_kernels as ck
 from cvt import create_model, prune_weights, save_huggingface
 from cvt.huggingface import Preprocessing
-from cvt.tools.weight_pruning import hidden_units, pruned_config
+from cvt.weight_pruning import hidden_units, pruned_config
 from tests.checks import assert_accurate
 from tests.cvt.models import SMALL, equal, small
 
