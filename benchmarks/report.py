@@ -277,17 +277,18 @@ README_ROWS = (
 def cpu_table(
     rows: Sequence[Row], batches: Sequence[int] = (8,), shown: Iterable[str] = README_COLUMNS
 ) -> list[list[str]]:
-    """Returns the table of a CPU for users: each model in some batch sizes, beside Hugging Face's."""
+    """Returns the table of a CPU for users: each model beside Hugging Face's, its batch sizes in one row."""
     measured = {row["contender"] for row in rows}
     columns = {key: COLUMNS[key] for key in shown if key in measured}
-    table = [["", "batch", "Hugging Face's, images/s", *columns.values(), "process memory"]]
+    head = ["", "batch", "Hugging Face's, images/s", *columns.values(), "process memory"]
+    found: dict[str, list[list[str]]] = {}
     for kind, batch, by_key in served(rows):
         if batch in batches:
             speeds = [beside(by_key, key, "hf") for key in columns]
             rate = number(batch / by_key["hf"]["seconds"])
             memory = share_of_memory(by_key, "accelerate-frozen", "resident_bytes")
-            table.append([kind, str(batch), rate, *speeds, memory])
-    return table
+            found.setdefault(kind, []).append([str(batch), rate, *speeds, memory])
+    return [head, *([kind, *map(", ".join, zip(*its, strict=True))] for kind, its in found.items())]
 
 
 def served(rows: Iterable[Row]) -> list[tuple[str, int, dict[str, Row]]]:
@@ -480,14 +481,13 @@ def fill(text: str, kind: str, table: Sequence[Sequence[str]], told: str) -> str
 
 
 def fill_readme(text: str, rows: Sequence[Row]) -> str:
-    """Puts the tables of the GPU and of the CPU that were measured last into README.md."""
+    """Puts the tables of the GPU and of the CPU with the most figures into README.md."""
     models = newest([r for r in rows if r["suite"] != "operators"], "device", *_MODEL)
     for kind in ("cuda", "cpu"):
         here = [row for row in models if row["kind"] == kind]
         if not here:
             continue
-        device = max(here, key=lambda row: row["when"])["device"]
-        newest_rows = [row for row in here if row["device"] == device]
+        newest_rows = max(grouped(here, lambda row: row["device"]).values(), key=len)
         if kind == "cpu":
             shown = [row for row in newest_rows if (row["model"], row["dtype"]) in README_ROWS]
             table, told = cpu_table(shown), sentence(grouped(here, lambda row: row["device"]))
