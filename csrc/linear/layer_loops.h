@@ -103,7 +103,8 @@ VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const
   for_rows<E>(rows, [&](int64_t first, int64_t count) LAMBDA_INLINE {
     for_panels<float>(end - begin, [&](int64_t start, auto vectors) LAMBDA_INLINE {
       start += begin;
-      const Factor<E>* next = start + kColumns < end ? weight + (start + kColumns) * depth : nullptr;
+      const bool asks = first == 0 && start + kColumns < end;  // later rows find the panel in L2
+      const Factor<E>* next = asks ? weight + (start + kColumns) * depth : nullptr;
       multiply<vectors>(factors(a) + first * step, step, count, weight + start * depth, depth, tile, kColumns, false, next);
       for_columns<vectors>(linear.outputs - start, [&](int64_t column, auto lanes) LAMBDA_INLINE {
         const auto bias = load(linear.bias + start + column, lanes);
@@ -126,7 +127,7 @@ void add_product(const Linear& linear, int64_t begin, int64_t end, const E* a, i
       const Factor<E>* panel = weight + start * depth + begin / kDepth<E> * (vectors * kLanes);
       multiply<vectors>(factors(a + first * a_stride), a_stride / kDepth<E>, count, panel, ceil_div(end - begin, kDepth<E>),
                         sums + first * sums_stride + start, sums_stride, adds,
-                        start + kColumns < linear.outputs ? panel + kColumns * depth : nullptr);
+                        first == 0 && start + kColumns < linear.outputs ? panel + kColumns * depth : nullptr);
     });
   });
 }

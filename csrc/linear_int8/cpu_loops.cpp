@@ -127,11 +127,12 @@ void multiply(const void* values, int64_t rows, const void* packed, int64_t inpu
   const Integers* strip = static_cast<const Integers*>(packed) + begin / kStrip * size;
   if constexpr (kTiles) {
     const TileUse tile_use;
-    cvt_kernels::multiply<2>(a, a_stride, rows, strip + kStrip, depth, sums, stride, false);
+    const Integers* next = strip + size + kStrip;  // or what lies behind the weight, which does no harm
+    cvt_kernels::multiply<2>(a, a_stride, rows, strip + kStrip, depth, sums, stride, false, next);
   } else {
     const int64_t groups = ceil_div(rows, kRows);
     for (int64_t start = 0; start < kPanel; start += kStrip, strip += size) {
-      const char* next = reinterpret_cast<const char*>(strip + size);  // or what lies behind the weight, which does no harm
+      const char* next = reinterpret_cast<const char*>(strip + size);  // as above
       for (int64_t group = 0; group < groups; group++) {
         const int64_t first = group * rows / groups, count = (group + 1) * rows / groups - first;
         const int64_t step = ceil_div(2 * kVectorBytes, groups);
