@@ -57,7 +57,7 @@ class Worker:
     """
 
     def __init__(self, device: torch.device, seconds: float, setup: Setup | None = None):
-        self.device, self._seconds, self._setup = device, seconds, setup
+        self.device, self._seconds, self._setup = choices.numbered(device), seconds, setup
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection
         self._prepared: str | None = None
