@@ -432,9 +432,7 @@ def _flat(outputs: Any) -> list[Tensor]:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """Returns a copy of a tensor with its strides."""
-    flat = tensor.detach().as_strided((_extent(tensor),), (1,)).clone()
-    return flat.as_strided(tensor.shape, tensor.stride()).requires_grad_(tensor.requires_grad)
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _in_float64(tensor: Tensor) -> Tensor:
@@ -579,9 +577,10 @@ def time_in_turns(
     calls = 1
     if call.device.type == "cuda":
         size = sum(tensor.nbytes for tensor in call.tensors())
-        copies = [call.map(_copied) for _ in range(min(_CALLS, _COPIED // (size + 1)) or 1)]
+        copy = GuardedMemory().copy  # keeps strides
+        copies = [call.map(copy) for _ in range(min(_CALLS, _COPIED // (size + 1)) or 1)]
         graphs: list[Any] = [
-            clock.graph_replay(*(runner_of(function, copy) for copy in copies))
+            clock.graph_replay(*(runner_of(function, each) for each in copies))
             for function in candidates.values()
         ]
         if None not in graphs:

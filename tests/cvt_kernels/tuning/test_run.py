@@ -61,6 +61,8 @@ def broken():
     ("kernel", "flaw"),
     [
         (kernels.wrong_element, "wrong: output 0 is off by "),
+        (kernels.writes_beyond, "wrong: writes outside of its tensors"),
+        (kernels.raising, "fails: RuntimeError: has no such kernel"),
         (kernels.racing, tuner.RACES),
         (kernels.hanging, f"hangs: takes longer than {SECONDS} s"),
         (kernels.killed, "dies: signal 9"),
@@ -74,6 +76,7 @@ def test_a_kernel_with_a_flaw_is_named_and_not_chosen(broken, kernel, flaw):
     result = run.tune_call(gelu_call(kernel), broken)
     found = result.measurements["triton"].flaw
     assert found.startswith(flaw)
+    assert "second line" not in found
     assert result.flaws == {"triton": found}
     assert not result.is_good
     assert result.chosen in ("cpu", "reference")

@@ -459,6 +459,19 @@ def test_a_kernel_whose_bits_differ_from_run_to_run_has_a_race():
     assert timed.flaw == tuner.RACES
 
 
+@pytest.mark.parametrize(
+    ("error", "flaw"),
+    [
+        (ZeroDivisionError("division by zero"), "fails: ZeroDivisionError: division by zero"),
+        (RuntimeError(), "fails: RuntimeError: no reason given"),
+        (RuntimeError("one\nsecond line"), "fails: RuntimeError: one"),
+        (OSError("no file"), "fails here: OSError: no file"),
+    ],
+)
+def test_flaws_of_errors(error, flaw):
+    assert tuner.flaw_of(error) == flaw
+
+
 def test_a_lack_of_memory_is_no_flaw():
     def lacks(x, *_, **__):
         return torch.empty(2**60)
