@@ -10,6 +10,7 @@
 
 #include "common/cpu.h"
 #include "common/pool.h"
+#include "common/sanitizers.h"
 #include "linear/layers.h"
 
 namespace cvt_kernels {

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "common/half.h"
+#include "common/sanitizers.h"
 
 namespace cvt_kernels {
 namespace {

@@ -2,6 +2,11 @@
 // linkage, as in vector.h. They serve all dtypes but float64.
 #pragma once
 
+#include "common/sanitizers.h"
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
+
 #include "linear/layers.h"
 #include "linear_int8/cpu_loops.h"
 #include "common/product.h"
@@ -59,8 +64,18 @@ class Parts {
   E* take(int64_t count) {
     E* part = start_ == nullptr ? nullptr : reinterpret_cast<E*>(start_ + size_);
     size_ += round_up(count * sizeof(E), kAlignment);
+#ifdef __SANITIZE_ADDRESS__  // nobody may touch what lies between the parts
+    if (start_ != nullptr) __asan_poison_memory_region(start_ + size_, kAlignment);
+    size_ += kAlignment;
+#endif
     return part;
   }
+
+#ifdef __SANITIZE_ADDRESS__
+  ~Parts() {
+    if (start_ != nullptr) __asan_unpoison_memory_region(start_, size_);
+  }
+#endif
 
   int64_t size() const { return size_; }
 

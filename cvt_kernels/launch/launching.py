@@ -210,6 +210,16 @@ class TritonKernel(NamedTuple):
         except Exception as error:  # Triton's own do not all survive the way to another process
             raise RuntimeError(f"{self.name} does not compile for sm_{self.arch}: {error}") from error
 
+    def is_compiled(self) -> bool:
+        """Returns whether the kernel is in Triton's cache, in less than a hundredth of a second."""
+        import triton
+
+        source = self.source()
+        source.make_ir = None  # would be called for what is not there
+        with contextlib.suppress(Exception):
+            return triton.compile(source, target=self.target(), options=self.options) is not None
+        return False
+
     def compile_into_cache(self) -> None:
         """Compiles the kernel, and the launcher in C that Triton up to 3.6 has for each signature.
 

@@ -51,17 +51,22 @@ class Entry(NamedTuple):
 _known: dict[torch.device, dict[str, Entry]] = {}
 
 
+def numbered(device: torch.device) -> torch.device:
+    """Returns a device by its number; ``cuda`` without one is the current GPU."""
+    is_current = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else device
+
+
 def entries(device: torch.device) -> Mapping[str, Entry]:
     """Returns the choices for a device, cache key → entry; the files are read at the first call."""
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = numbered(device)
     known = _known.get(device)
     return _read(device) if known is None else known
 
 
 def use(device: torch.device, new: Mapping[str, Entry]) -> None:
     """Adds choices to this process alone."""
-    _known[device] = {**entries(device), **new}
+    _known[numbered(device)] = {**entries(device), **new}
 
 
 def forget() -> None:
@@ -179,13 +184,17 @@ def read_file(file: Path, key: Mapping[str, object]) -> dict[str, Entry]:
         ValueError: It is no file of choices, is for another machine or installation, or is not trusted, since
             other users may write it.
     """
-    status = file.stat()
-    if not stat.S_ISREG(status.st_mode):  # a pipe would never end
-        raise ValueError("it is not a regular file")
-    if (reason := _why_not_trusted(status)) is not None:
-        raise ValueError(reason)
+    # Without waiting, since a pipe may have no writer; only once, so that what is judged is what is read.
+    flag = getattr(os, "O_NONBLOCK", 0)  # Windows has none
+    with open(file, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | flag)) as opened:
+        status = os.fstat(opened.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is not a regular file")
+        if (reason := _why_not_trusted(status)) is not None:
+            raise ValueError(reason)
+        text = opened.read()
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(text)
         if (content["schema"], content["version"]) != (_SCHEMA, _VERSION):
             raise ValueError("it is no file of choices of this version")
         theirs, choices = dict(content["machine"]), dict(content["choices"])

@@ -2,8 +2,8 @@
 
 Functions are timed in turns: whole steps by the wall clock, single operators with caches flushed before each
 run. On a GPU these are captured in CUDA graphs, whose replays are timed by events, so that neither the host
-nor a warm cache counts. Memory is what PyTorch's allocator held. The ceilings are the
-rates of a large copy and a large matrix product.
+nor a warm cache counts. Memory is what PyTorch's allocator held. The ceilings are the rates of a large copy
+and a large matrix product.
 """
 
 from __future__ import annotations
@@ -274,8 +274,8 @@ def graph_replay(*functions: Callable[[], Any]) -> Callable[[], None] | None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(2):
-            functions[0]()
+        for function in 2 * functions:
+            function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     try:

@@ -85,7 +85,7 @@ def as_json() -> dict[str, Any]:
 
 
 def _devices() -> list[torch.device]:
-    gpu = [torch.device("cuda", torch.cuda.current_device())] if machine.facts().gpus else []
+    gpu = [choices.numbered(torch.device("cuda"))] if machine.facts().gpus else []
     return [torch.device("cpu"), *gpu]
 
 

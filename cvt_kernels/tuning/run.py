@@ -54,7 +54,10 @@ def tune(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, str]:
     checks.check_kind("model", model, nn.Module)
     results: list[Result] = []
     tune_all(calls_of(model, *args, **kwargs), SECONDS, results)
-    lines = [*flaws_of_ours(results), *(f"{r.cache_key}: {r.why_not_tuned}" for r in results if not r.chosen)]
+    lines = [
+        *flaws_of_ours(results),
+        *(f"{r.cache_key}: {r.why_not_tuned}" for r in results if r.why_not_tuned),
+    ]
     if lines:
         _warn(
             "these kernels were not chosen on this machine; please report them with the output of "
@@ -79,7 +82,10 @@ def calls_of(model: nn.Module, *args: Any, **kwargs: Any) -> list[OperatorCall]:
 
 
 class Result(NamedTuple):
-    """The result for one cache key: what serves, with the measurements, or why it could not be tuned."""
+    """The result for one cache key: what serves, with the measurements, and why it could not be tuned.
+
+    Where a candidate has a flaw and the timing failed, what serves is one without a flaw.
+    """
 
     cache_key: str
     chosen: str | None
@@ -93,8 +99,8 @@ class Result(NamedTuple):
 
     @property
     def is_good(self) -> bool:
-        """True if something was chosen, and no kernel of this project has a flaw."""
-        return self.chosen is not None and not any(name in backends.OURS for name in self.flaws)
+        """True if it could be tuned, and no kernel of this project has a flaw."""
+        return self.why_not_tuned is None and not any(name in backends.OURS for name in self.flaws)
 
 
 def tune_all(calls: Sequence[OperatorCall], seconds: float, results: list[Result]) -> None:
@@ -138,7 +144,7 @@ def compile_kernels(calls: Sequence[OperatorCall], worker: Worker) -> None:
 def tune_call(call: OperatorCall, worker: Worker) -> Result | None:
     """Checks and times the candidates for a call; returns None if there is only one."""
     measurements: dict[str, Measurement] = {}
-    step = "the preparation"
+    step, reason = "the preparation", None
     try:
         names = worker.candidates(call)
         if len(names) == 1:
@@ -149,10 +155,15 @@ def tune_call(call: OperatorCall, worker: Worker) -> Result | None:
         if len(sound) > 1:
             measurements |= worker.time(call, sound)
     except NotEnoughMemory:
-        return Result(call.cache_key, None, measurements, "there is not enough memory")
+        reason = "there is not enough memory"
     except Failure as failure:
-        return Result(call.cache_key, None, measurements, f"{step} {failure}")
-    return Result(call.cache_key, tuner.fastest(measurements, names[0], call.device), measurements)
+        reason = f"{step} {failure}"
+    if reason is None or any(each.flaw is not None for each in measurements.values()):
+        # Without times too, or what has a flaw might go on serving.
+        return Result(
+            call.cache_key, tuner.fastest(measurements, names[0], call.device), measurements, reason
+        )
+    return Result(call.cache_key, None, measurements, reason)
 
 
 def flaws_of_ours(results: Sequence[Result]) -> Iterator[str]:

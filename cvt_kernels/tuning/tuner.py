@@ -31,7 +31,7 @@ from .choices import FAILS_HERE
 #: A candidate replaces the default only if it wins by this factor. With a smaller one, noise decides:
 #: on a virtual machine of two cores, with 1.05 one choice of 180 was 15 % slower than the default.
 MARGIN = 1.1
-#: The same on a GPU, where calls are timed within CUDA graphs and the host makes no noise.
+#: The same on a GPU, where many calls are timed in one CUDA graph and the host makes no noise.
 MARGIN_OF_GPU = 1.03
 
 #: The flaw of a kernel that may have spoilt the memory of its process.
@@ -47,6 +47,7 @@ _CANCELS = 1e-6  # times the size of other numbers: the limit for a sum that is 
 _UNITS = 4  # in the last place, allowed in addition to a multiple of PyTorch's own error
 _UNITS_OF_FLOAT64 = 1000  # for results in float64, where PyTorch, being the reference itself, has no error
 _SECONDS, _FEWEST, _MOST = 0.1, 5, 40  # how long to time the candidates of a call, and in how many rounds
+_CALLS, _COPIED = 20, 2**28  # in a CUDA graph, or fewer: their arguments have this many bytes at most
 
 Function = Callable[..., Any]
 
@@ -195,7 +196,7 @@ class Expected:
     Attributes:
         reference: The operator in plain PyTorch, which need not be checked.
         oracle: Computes the exact results in float64.
-        sample: The call, with detached tensors.
+        sample: The call.
         douts: Gradients of the outputs, if the call includes the backward.
         same: The reference's results in the dtypes of the call.
         exact: The oracle's results in float64.
@@ -563,8 +564,9 @@ def time_in_turns(
 ) -> dict[str, Measurement]:
     """Times candidates that passed, in turns with a cold L2.
 
-    On a GPU all of them are timed in CUDA graphs, or if one cannot be captured, none. A candidate whose
-    results before and after the timing have other bits has a race, which a single check rarely shows.
+    On a GPU all of them are timed in CUDA graphs, or if one cannot be captured, none. Each has several calls,
+    since its start takes as long as a small kernel, on copies of the arguments, which L2 has not. A candidate
+    whose results before and after the timing have other bits has a race, which a single check rarely shows.
 
     Returns:
         The given measurements with the seconds of the fastest run, or with the flaw.
@@ -572,15 +574,23 @@ def time_in_turns(
     kept = call.map(_copied)  # timed runs may write to their arguments
     first = {name: _numbers_of(function, kept.map(_copied)) for name, function in candidates.items()}
     runs = [runner_of(function, call) for function in candidates.values()]
-    graphs = [clock.graph_replay(run) for run in runs] if call.device.type == "cuda" else []
-    measured = clock.cold_seconds_in_turns(
-        [graph for graph in graphs if graph is not None] if graphs and None not in graphs else runs,
-        call.device, _SECONDS, fewest=_FEWEST, most=_MOST,
-    )  # fmt: skip
+    calls = 1
+    if call.device.type == "cuda":
+        size = sum(tensor.nbytes for tensor in call.tensors())
+        copy = GuardedMemory().copy  # keeps strides
+        copies = [call.map(copy) for _ in range(min(_CALLS, _COPIED // (size + 1)) or 1)]
+        graphs: list[Any] = [
+            clock.graph_replay(*(runner_of(function, each) for each in copies))
+            for function in candidates.values()
+        ]
+        if None not in graphs:
+            runs, calls = graphs, len(copies)
+    measured = clock.cold_seconds_in_turns(runs, call.device, _SECONDS, fewest=_FEWEST, most=_MOST)
     results = {}
     for (name, function), times in zip(candidates.items(), measured, strict=True):
         is_same = all(map(_same_bits, first[name], _numbers_of(function, kept.map(_copied))))
-        results[name] = measurements[name]._replace(seconds=min(times), flaw=None if is_same else RACES)
+        seconds = min(times) / calls
+        results[name] = measurements[name]._replace(seconds=seconds, flaw=None if is_same else RACES)
     clock.release_memory(call.device)
     return results
 

@@ -57,7 +57,7 @@ class Worker:
     """
 
     def __init__(self, device: torch.device, seconds: float, setup: Setup | None = None):
-        self.device, self._seconds, self._setup = device, seconds, setup
+        self.device, self._seconds, self._setup = choices.numbered(device), seconds, setup
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection
         self._prepared: str | None = None
@@ -231,11 +231,12 @@ class _Server:
                 for launch in tuner.launches_of(call.task(), chip):
                     kernel = launching.specialize(launch, chip.capability)
                     kernels[pickle.dumps(kernel)] = kernel
-        workers = min(_MOST_COMPILERS, len(kernels), len(os.sched_getaffinity(0)))
-        if workers > 1 and not machine.INTERPRETING:
+        missing = [each for each in kernels.values() if not (machine.INTERPRETING or each.is_compiled())]
+        workers = min(_MOST_COMPILERS, len(missing), len(os.sched_getaffinity(0)))
+        if workers > 1:
             # What does not compile is found, and described, by its check.
             with ProcessPoolExecutor(workers, mp_context=get_context("forkserver")) as pool:
-                for future in [pool.submit(kernel.compile_into_cache) for kernel in kernels.values()]:
+                for future in [pool.submit(kernel.compile_into_cache) for kernel in missing]:
                     future.exception()
 
     def prepare(self, call: OperatorCall) -> list[str]:

@@ -133,12 +133,11 @@ def example(operator: str, backend: str, name: str, **settings: Any) -> Example:
         assert backend != "cpu" or not_built(), reason
         pytest.skip(reason)
     card = card_of(operator)
-    choices = {key: values[0] for key, values in card.choices.items()}
-    chosen = choices | card.examples[name] | card.needed.get(backend, {}) | settings
+    chosen = card.settings(card.examples[name]) | card.needed.get(backend, {}) | settings
     layout = chosen["layout"]
     if layout != "expanded":  # parameters that repeat would let LayerNorms divide by nothing
         chosen["layout"] = "contiguous"
-    call = make(operator, {key: chosen[key] for key in choices}).call
+    call = make(operator, {key: chosen[key] for key in card.choices}).call
     call = call.map(lambda tensor: _laid_out(tensor, layout))
     if device != "cpu":
         call = call.map(lambda tensor: _moved(tensor, device))

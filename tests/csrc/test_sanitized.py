@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checks import BUILD, TRAPS, compiler, needs_avx2, needs_extension
+from cvt_kernels.machine.toolkit import cpu_sets_here
+from tests.checks import BUILD, TRAPS, compiled, compiler, needs_avx2, needs_extension
 
 ROOT = Path(__file__).parents[2]
 #: Instruction sets, and options: vectors of other widths, and products in pairs or tiles, which are emulated.
@@ -26,11 +27,15 @@ sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 
 import cvt_kernels as ck
+from cvt_kernels import backends
 from tests.contract.examples import EXAMPLES, run
 from tests.contract.test_sizes import SIZES, check, check_all, lines
 
+ran = set()
+
 def in_new_memory(made):
     ck.release_memory()
+    ran.add(made.operator)
     return run(made)
 
 for threads in (1, 3):
@@ -39,6 +44,7 @@ for threads in (1, 3):
     for operator, by_backend in SIZES.items():
         for words in lines(by_backend.get("cpu", "")):
             check(operator, "cpu", words, run=in_new_memory)
+assert ran == {operator for operator, known in backends.implementations.items() if "cpu" in known}
 print("done")
 """
 
@@ -73,7 +79,8 @@ def test_operators_stay_within_their_memory(name):
     code = CODE.replace("EXTENSION", repr(str(built(name, *BUILDS[name]))))
     settings = {
         "LD_PRELOAD": f"{library('libasan.so')} {library('libstdc++.so')}",
-        "ASAN_OPTIONS": "detect_leaks=0",
+        # New memory holds NaN.
+        "ASAN_OPTIONS": f"detect_leaks=0:max_malloc_fill_size={2**30}:malloc_fill_byte=255",
         "PYTHONMALLOC": "malloc",
         "OMP_NUM_THREADS": "1",
     }
@@ -81,3 +88,16 @@ def test_operators_stay_within_their_memory(name):
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | settings, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-8000:]
+
+
+needs_amx = pytest.mark.skipif("amx_bf16" not in cpu_sets_here(), reason="this CPU has no AMX")
+
+
+@needs_extension
+@pytest.mark.parametrize(
+    "flags", ["-DKERNELS_TILES", pytest.param("-mamx-tile -mamx-bf16 -mamx-int8", marks=needs_amx)]
+)
+def test_emulated_tiles_compute_as_those_of_amx(flags):
+    sources = [Path(__file__).with_name("tiles.cpp"), ROOT / "csrc/common/tiles.h"]
+    command = [*compiler(), "-std=c++20", "-O1", *flags.split(), "-I", str(ROOT / "csrc"), str(sources[0])]
+    assert subprocess.run([compiled(command, sources)], capture_output=True, check=True).stdout == b""

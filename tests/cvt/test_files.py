@@ -9,6 +9,7 @@ import warnings
 import pytest
 
 from cvt.files import check_writable, filling, making, replacing, write_json
+from tests.processes import run_python
 
 
 def replace(path, content):
@@ -160,3 +161,57 @@ def test_devices_and_pipes_are_written_to(tmp_path):
 
 
 # Full disks -----------------------------------------------------------------------------------------------
+
+
+FULL = """
+import resource
+from pathlib import Path
+import torch
+from cvt.checkpoints import Checkpoint, save_safetensors
+from cvt.tools.commands import export
+from cvt.tools.commands.paths import reporting
+from cvt.files import replacing
+from cvt.huggingface import save_huggingface
+from cvt.tools.training import trainer
+from tests.cvt.models import small
+
+def save_within_another(path):
+    with replacing(path) as scratch:
+        save_safetensors(Checkpoint("", model.state_dict()), scratch)
+
+def write_results(path):
+    with reporting(str(path)) as report:
+        report({"much": "x" * 10**5})
+
+model = small().eval()
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**13, 2**13))
+for name, write in {
+    "results.json": write_results,
+    "last.pth": lambda path: trainer._write({"model": torch.zeros(10**5)}, path),
+    "weights.safetensors": save_within_another,
+    "model.pt2": lambda path: export.export(model, path, "pt2", image_size=32),
+    "folder": lambda path: save_huggingface(model, path),
+}.items():
+    try:
+        write(Path(name))
+    except OSError as error:
+        print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+    """The limit of a file's size is met in the same places as a full disk is."""
+    monkeypatch.chdir(tmp_path)
+    names = ["results.json", "last.pth", "weights.safetensors", "model.pt2"]
+    for name in names:
+        (tmp_path / name).write_text("old")
+    (tmp_path / "folder").mkdir()
+    result = run_python(FULL)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 5
+    assert all("File too large" in line or "perhaps the disk is full" in line for line in lines)
+    assert sorted(os.listdir(tmp_path)) == sorted([*names, "folder"])
+    assert not os.listdir(tmp_path / "folder")
+    assert all((tmp_path / name).read_text() == "old" for name in names)

@@ -121,6 +121,23 @@ def test_cublas_has_large_products_on_an_h200(on, shape, weight, expected):
     assert next(row.backends for row in rows if row.where is None or row.where(call)) == expected
 
 
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((2**20, 64), "triton"),
+        ((2**20, 65), "composed"),
+        ((2**15, 192), "triton"),
+        ((2**15 + 1, 192), "composed"),
+        ((10, 193), "composed"),
+    ],
+)
+def test_narrow_projections_are_one_kernel_on_an_h200(on, shape, expected):
+    on("9.0")
+    call = (torch.empty(shape, device="meta"),)
+    rows = choose._rows_for("conv_linear", CPU, torch.bfloat16, False)
+    assert next(row.backends for row in rows if row.where is None or row.where(call)) == (expected,)
+
+
 @pytest.mark.parametrize("processor", ["8.0", "8.9", "10.0", "12.0"])
 def test_a_gpu_that_has_run_nothing_has_no_rows(on, processor):
     on(processor)
@@ -133,6 +150,19 @@ def test_a_gpu_has_no_rows_for_other_dtypes(on, dtype):
     on("9.0")
     for operator in backends.operators:
         assert choose._rows_for(operator, CPU, dtype, False) == ()
+
+
+def test_kernels_that_wait_for_their_first_run_are_in_no_row():
+    on_gpus = [row for row in choose.TABLE if row.processor != "cpu"]
+    assert all(row.operators for row in on_gpus)
+    waiting = {
+        "transformer_blocks",
+        "reduction_linear",
+        "segmentation_head",
+        "depthwise_conv_gelu",
+        "mlp_add",
+    }
+    assert not waiting & {operator for row in on_gpus for operator in row.operators}
 
 
 def test_every_row_can_be_reached_and_names_what_exists():
@@ -205,7 +235,7 @@ def test_a_cost_class_of_any_size_takes_what_most_entries_say():
 def test_a_compiled_function_takes_the_row_that_is_for_all_sizes(monkeypatch):
     rows = (
         Row(("attention",), "cpu", ("reference",), "sizes", where=lambda call: pytest.fail("is asked")),
-        Row((), "cpu", ("sdpa",), "all"),
+        Row((), "cpu", ("cuda", "sdpa"), "all"),
     )
     monkeypatch.setattr(choose, "TABLE", rows)
     choose._rows.cache_clear()
@@ -213,6 +243,9 @@ def test_a_compiled_function_takes_the_row_that_is_for_all_sizes(monkeypatch):
     compiled = torch.compile(ck.attention, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(q, q, q), nn.functional.scaled_dot_product_attention(
         *(t.transpose(1, 2) for t in (q, q, q))).transpose(1, 2))  # fmt: skip
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    names, reason = choose._names_for("attention", backends.operators["attention"].bind(q, q, q))
+    assert (names[:2], reason) == (("cuda", "sdpa"), "all")
     choose._rows.cache_clear()
 
 

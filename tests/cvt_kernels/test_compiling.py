@@ -70,6 +70,8 @@ before = files()
 assert len(before) >= len(kernels)
 launch_all()
 assert files() == before
+worker.ProcessPoolExecutor = None  # no more is started: all are there
+server.compile([calls.call_of("gelu", torch.empty(2, 4))])
 """,
 }
 

@@ -118,6 +118,19 @@ def test_a_toolkit_that_cannot_be_used(tmp_path, lacks, message):
     assert message in insisting.stderr
 
 
+@pytest.mark.parametrize(
+    ("architectures", "message"),
+    [
+        ("Hopper", "TORCH_CUDA_ARCH_LIST: got 'Hopper', expected versions such as 8.0;9.0+PTX"),
+        ("9.0;12.0", "TORCH_CUDA_ARCH_LIST: got 12.0, which CUDA 13.0 does not know"),
+    ],
+)
+def test_architectures_that_cannot_be_compiled_for(tmp_path, architectures, message):
+    result = run_setup(**fake_toolkit(tmp_path), CVT_KERNELS_CUDA="1", TORCH_CUDA_ARCH_LIST=architectures)
+    assert result.returncode == 1
+    assert message in result.stderr
+
+
 @pytest.fixture
 def setup(tmp_path, monkeypatch):
     """Returns the functions of setup.py, by name, which find the toolkit of fake_toolkit() and no GPU."""
@@ -156,6 +169,15 @@ def test_cuda_kernels_are_for_machines_with_a_gpu_and_for_wheels(monkeypatch, se
     setup["MACHINE"]["gpus_here"] = lambda: gpus
     setup["find_toolkit"].cache_clear()
     assert (setup["find_toolkit"]() is not None) is built
+
+
+def test_the_gpus_here_are_those_of_nvidia_smi(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert toolkit.gpus_here() == []
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '9.0\\n8.0\\n9.0\\n[N/A]\\n'\n")
+    program.chmod(0o755)
+    assert toolkit.gpus_here() == ["8.0", "9.0"]
 
 
 def planned(setup, tmp_path, sets):
@@ -217,6 +239,14 @@ def test_a_build_in_a_checkout_is_for_what_the_cpu_has(monkeypatch, setup, flags
     assert setup["cpu_sets"]() == sets.split()[-1:]
     monkeypatch.setitem(tiles, "may_use_tiles", lambda: False)
     assert setup["MACHINE"]["cpu_sets_here"]() == [name for name in sets.split() if name != "amx_bf16"]
+
+
+def test_a_cpu_without_flags_has_plain_loops(monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", lambda path, **_: "Features : fp asimd\n")
+        assert toolkit.cpu_sets_here() == ["plain"]
+    monkeypatch.setattr(toolkit, "Path", lambda name: Path("/no/such/folder"))
+    assert toolkit.cpu_sets_here() == ["plain"]
 
 
 @needs_x86
@@ -304,6 +334,12 @@ def test_a_build_that_fails_says_what_to_do(tmp_path, monkeypatch, setup, enviro
     expected = "cvt_kernels._C was not built: see what failed above; CXX=... names another compiler, such as"
     assert str(failure.value).startswith(expected)
     assert str(failure.value).endswith(f"clang from 16{advice}")
+
+
+def test_without_the_headers_of_python_the_python_part_is_installed_alone(monkeypatch, setup):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "no-such-folder")
+    monkeypatch.setitem(setup["why_not_buildable"].__globals__, "compiler", lambda: [sys.executable])
+    assert "the headers of Python are not installed" in setup["why_not_buildable"]()
 
 
 @needs_compiler

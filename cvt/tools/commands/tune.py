@@ -133,10 +133,13 @@ def _lines(results: Sequence[Result], device: torch.device, seconds: float) -> I
     ours = ", ".join(backends.OURS)
     if any(name in backends.OURS for each in results for name in each.flaws):
         yield f"No kernel with a flaw is used. Please report the lines of {ours} and of `cvt doctor`."
-    yield from (f"not tuned, {each.cache_key}: {each.why_not_tuned}" for each in results if not each.chosen)
+    yield from (
+        f"not tuned, {each.cache_key}: {each.why_not_tuned}" for each in results if each.why_not_tuned
+    )
     chosen = [each.chosen for each in results if each.chosen is not None]
     counts = ", ".join(f"{name} {chosen.count(name)}" for name in backends.BACKENDS if name in chosen)
-    yield f"{len(results)} calls, {len(chosen)} tuned in {seconds:.0f} s; chosen: {counts or 'nothing'}"
+    tuned = sum(each.why_not_tuned is None for each in results)
+    yield f"{len(results)} calls, {tuned} tuned in {seconds:.0f} s; chosen: {counts or 'nothing'}"
     yield f"remembered in {choices.path(device)}"
     if given := choices.given_files():
         yield f"CVT_KERNELS_TUNED is set: the choices in {', '.join(map(str, given))} go before them"

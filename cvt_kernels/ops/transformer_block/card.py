@@ -11,7 +11,7 @@ from .. import cards
 from ..conv_projection.card import conv_batch_norm
 
 #: Of examples.
-BLOCK = cards.MAP | cards.K3X3 | {"heads": 2, "head_dim": 8, "hidden": 33}
+BLOCK = cards.MAP | {"kernel": 3, "heads": 2, "head_dim": 8, "hidden": 33}
 PYRAMID = cards.MAP | {"reduce": "squares", "ratio": 2, "heads": 2, "head_dim": 8, "hidden": 33}
 CHOICES = cards.FORWARD | cards.GRID | cards.NORM | {
     # Large ones would make chance of what 16 bits round between its parts.

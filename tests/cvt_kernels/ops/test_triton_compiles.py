@@ -1,4 +1,11 @@
-"""Every kernel compiles with the oldest and the newest Triton, and waits for the kernel before it."""
+"""Every kernel compiles with the oldest and the newest Triton, and waits for the kernel before it.
+
+What only a compiler of one version refuses is looked for in the sources too, which takes no time. Triton 3.6
+takes an attribute of a constexpr as an argument of a jit function only if it is a number, a bool or a dtype,
+and no tuple as a default. Every version makes an integer argument of 1 a constant, which has no methods.
+Triton 3.9 makes a tuple of a record within a record, which has its fields but not its properties. And code
+after a return is compiled even where a static condition rules it out.
+"""
 
 import ast
 import json
@@ -20,9 +27,45 @@ def _called(node):
     return ast.unparse(node.func if isinstance(node, ast.Call) else node)
 
 
+OPERATORS = Path(cvt_kernels.__file__).parent / "ops"
+#: The files of Triton's kernels, each as a tree.
+SOURCES = {
+    "/".join(path.parts[-3:]): ast.parse(path.read_text())
+    for path in sorted(OPERATORS.rglob("*.py"))
+    if "triton" in str(path.relative_to(OPERATORS)) or "@triton.jit" in path.read_text()
+}
+JIT = {
+    name: [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and "triton.jit" in map(_called, node.decorator_list)
+    ]
+    for name, tree in SOURCES.items()
+}
+JIT_NAMES = {function.name for functions in JIT.values() for function in functions}
+_MEMBERS = [
+    member
+    for tree in SOURCES.values()
+    for record in ast.walk(tree)
+    if isinstance(record, ast.ClassDef)
+    for member in record.body
+]
+#: The fields of the records that kernels get as constants, but for numbers, bools and dtypes.
+FIELDS = {
+    member.target.id
+    for member in _MEMBERS
+    if isinstance(member, ast.AnnAssign)
+    and not {"int", "bool", "float", "Any"} & {ast.unparse(member.annotation)}
+}
+#: The properties of these records.
+PROPERTIES = {
+    member.name
+    for member in _MEMBERS
+    if isinstance(member, ast.FunctionDef) and "property" in map(ast.unparse, member.decorator_list)
+}
 KERNELS = [
     node
-    for path in sorted(Path(cvt_kernels.__file__).parent.glob("ops/**/*.py"))
+    for path in sorted(OPERATORS.rglob("*.py"))
     for node in ast.parse(path.read_text()).body
     if isinstance(node, ast.FunctionDef)
     and node.name.endswith("_kernel")
@@ -71,6 +114,45 @@ for kernel in kernels.values():
 @pytest.mark.slow
 def test_kernels_compile_where_integers_are_1():
     assert len(set(printed_by(ONES))) > 20
+
+
+def _faults_of(function):
+    """Yields what some version of Triton does not compile in a jit function, each with the reason."""
+    plain = {each.arg for each in function.args.args if each.annotation is None}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and _called(node) in JIT_NAMES:
+            for each in node.args:
+                if (
+                    isinstance(each, ast.Attribute)
+                    and each.attr in FIELDS
+                    and ast.unparse(each.value).isupper()
+                ):
+                    yield each, "is given to a jit function"
+        if isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Attribute) and node.attr in PROPERTIES:
+                yield node, "is a property of a record within a record"
+            name = ast.unparse(node.value)
+            is_number = name in plain and not name.endswith("_ptr") and function.name.endswith("_kernel")
+            if node.attr == "to" and is_number:
+                yield node, "of an argument that may be a constant"
+    yield from ((each, "by default") for each in function.args.defaults if isinstance(each, ast.Tuple))
+    early = [
+        each
+        for each in function.body
+        if isinstance(each, ast.If) and any(isinstance(inner, ast.Return) for inner in ast.walk(each))
+    ]
+    returns = sum(isinstance(each, ast.Return) for each in ast.walk(function))
+    if early and returns > 1 and "None" in ast.unparse(early[0].test) and not early[0].orelse:
+        yield early[0].test, "returns early, before code that is compiled"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_sources(name):
+    assert {"approximate", "parts"} <= FIELDS
+    assert {"activate", "load_vector"} <= JIT_NAMES
+    assert {"chunks"} <= PROPERTIES
+    faults = [(node, reason) for function in JIT[name] for node, reason in _faults_of(function)]
+    assert not [f"{name}:{node.lineno}: {ast.unparse(node)} {reason}" for node, reason in faults]
 
 
 #: The oldest Triton that is supported, which torch 2.11 brings along, and the newest, of torch 2.15.

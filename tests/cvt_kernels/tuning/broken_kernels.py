@@ -22,6 +22,10 @@ def writes_beyond(x):
     return out
 
 
+def raising(x):
+    raise RuntimeError("has no such kernel\nsecond line")
+
+
 def hanging(x):
     time.sleep(1000)
 
@@ -81,7 +85,7 @@ def racing(x):
 #: Kernels by the number of channels, from 1 on.
 KERNELS = (
     None, wrong_element, writes_beyond, hanging, killed, exiting, slow, _WrongBackward.apply,
-    hanging_when_timed, dying_when_timed, racing,
+    hanging_when_timed, dying_when_timed, racing, raising,
 )  # fmt: skip
 
 

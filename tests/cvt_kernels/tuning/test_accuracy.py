@@ -10,6 +10,7 @@ from cvt_kernels.tuning.accuracy import (
     GRADIENT_FACTOR,
     VALUE_FACTOR,
     Error,
+    allowed_error,
     compare,
     usual_units,
 )
@@ -33,6 +34,18 @@ def with_one(tensor, value, index=-7):
 
 
 # The rule -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_allowed_error(dtype):
+    eps = torch.finfo(dtype).eps
+    assert allowed_error(0.25, 4.0, dtype) == 2 * 0.25 + 4 * eps
+    assert allowed_error(0.25, 4.0, dtype, factor=GRADIENT_FACTOR, units=8) == 3 * 0.25 + 32 * eps
+    assert (VALUE_FACTOR, GRADIENT_FACTOR) == (2, 3)
+
+
+def test_few_values_have_more_units():
+    assert [usual_units(values) for values in (0, 1, 999, 1000, 10**9)] == [8, 8, 8, 1, 1]
 
 
 def test_which_errors_pass():

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import types
+import unittest.mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt_kernels import backends
+from cvt_kernels.ops import cards
 from cvt_kernels.tuning import calls, choices, run, tuner, worker
 from cvt_kernels.tuning.worker import Worker
 from tests.checks import implementation
@@ -59,6 +61,8 @@ def broken():
     ("kernel", "flaw"),
     [
         (kernels.wrong_element, "wrong: output 0 is off by "),
+        (kernels.writes_beyond, "wrong: writes outside of its tensors"),
+        (kernels.raising, "fails: RuntimeError: has no such kernel"),
         (kernels.racing, tuner.RACES),
         (kernels.hanging, f"hangs: takes longer than {SECONDS} s"),
         (kernels.killed, "dies: signal 9"),
@@ -72,6 +76,7 @@ def test_a_kernel_with_a_flaw_is_named_and_not_chosen(broken, kernel, flaw):
     result = run.tune_call(gelu_call(kernel), broken)
     found = result.measurements["triton"].flaw
     assert found.startswith(flaw)
+    assert "second line" not in found
     assert result.flaws == {"triton": found}
     assert not result.is_good
     assert result.chosen in ("cpu", "reference")
@@ -127,6 +132,16 @@ def test_a_call_that_cannot_be_tuned_gets_no_entry(monkeypatch, setup, reason):
     assert choices.entries(CPU) == {}
 
 
+@pytest.mark.parametrize("reason", ["hangs", "memory"])
+def test_a_wrong_kernel_is_not_chosen_where_only_the_timing_fails(broken, monkeypatch, reason):
+    failure = worker.Failure("hangs") if reason == "hangs" else worker.NotEnoughMemory("")
+    monkeypatch.setattr(broken, "time", unittest.mock.Mock(side_effect=failure))
+    for kernel, chosen, flaws in ((kernels.wrong_element, "reference", ["triton"]), (kernels.slow, None, [])):
+        result = run.tune_call(gelu_call(kernel), broken)
+        assert (result.chosen, list(result.flaws), result.is_good) == (chosen, flaws, False)
+        assert reason in result.why_not_tuned
+
+
 def test_flaws_that_may_pass_are_not_written_down(monkeypatch):
     results = []
     setup = kernels.register_killed_compiler
@@ -137,6 +152,36 @@ def test_flaws_that_may_pass_are_not_written_down(monkeypatch):
     assert choices.entries(CPU)[result.cache_key].chosen in ("cpu", "reference")  # in this process
     choices.forget()
     assert choices.entries(CPU) == {}
+
+
+@pytest.mark.parametrize(
+    ("setup", "flaw"),
+    [(None, None), (kernels.register_reference_that_hangs, f"hangs: takes longer than {SECONDS} s")],
+)
+def test_the_kernels_that_may_serve_are_checked(monkeypatch, setup, flaw):
+    monkeypatch.setattr(cards, "all_cards", lambda: {"gelu": cards.card_of("gelu")})
+    monkeypatch.setattr(run, "Worker", functools.partial(Worker, setup=setup))
+    monkeypatch.setattr(run, "_DTYPES", ("float32",))
+    monkeypatch.setattr(run, "_EXAMPLES", ("odd",))
+    ((name, measurement),) = run.check_kernels(CPU, SECONDS).items()
+    assert (name.split(", ")[:4], measurement.flaw) == (["cpu", "gelu", "forward", "float32"], flaw)
+
+
+def test_every_operator_with_kernels_is_checked(monkeypatch):
+    process = unittest.mock.MagicMock()
+    monkeypatch.setattr(run, "Worker", process)
+    run.check_kernels(CPU)
+    asked = process.return_value.__enter__.return_value.candidates.call_args_list
+    ours = {operator for operator, known in backends.implementations.items() if "cpu" in known}
+    assert {each.args[0].operator for each in asked} == ours
+
+
+@pytest.mark.parametrize("use", [lambda gpu: Worker(gpu, SECONDS).device, lambda gpu: choices.use(gpu, {})])
+def test_a_gpu_without_its_number_is_the_current_one(monkeypatch, use):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(choices, "_read", lambda device: {})
+    assert use(torch.device("cuda")) in (torch.device("cuda", 1), None)
+    assert set(choices._known) <= {torch.device("cuda", 1)}
 
 
 def test_it_ends_with_the_process_that_started_it():

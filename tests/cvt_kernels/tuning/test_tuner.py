@@ -459,6 +459,19 @@ def test_a_kernel_whose_bits_differ_from_run_to_run_has_a_race():
     assert timed.flaw == tuner.RACES
 
 
+@pytest.mark.parametrize(
+    ("error", "flaw"),
+    [
+        (ZeroDivisionError("division by zero"), "fails: ZeroDivisionError: division by zero"),
+        (RuntimeError(), "fails: RuntimeError: no reason given"),
+        (RuntimeError("one\nsecond line"), "fails: RuntimeError: one"),
+        (OSError("no file"), "fails here: OSError: no file"),
+    ],
+)
+def test_flaws_of_errors(error, flaw):
+    assert tuner.flaw_of(error) == flaw
+
+
 def test_a_lack_of_memory_is_no_flaw():
     def lacks(x, *_, **__):
         return torch.empty(2**60)
@@ -474,20 +487,29 @@ def test_a_lack_of_memory_is_no_flaw():
 
 
 @pytest.mark.parametrize("fastest", ["gluon", "triton", "composed", "reference"])
-def test_on_a_gpu_the_device_decides_whatever_the_host_takes(monkeypatch, fastest):
+@pytest.mark.parametrize(("room", "calls"), [(2**28, 20), (1000, 7), (100, 1)])
+def test_on_a_gpu_the_device_decides_whatever_the_host_takes(monkeypatch, fastest, room, calls):
     """By 3 % and more: replays of graphs are timed, not the functions that were captured."""
     names = ("gluon", "triton", "composed", "reference")
-    asked = iter(names)
+    captured = []
+
+    def graph_replay(*runs):
+        captured.append(len(runs))
+        return names[len(captured) - 1]
+
     monkeypatch.setattr(tuner.Call, "device", property(lambda call: torch.device("cuda", 0)))
-    monkeypatch.setattr(clock, "graph_replay", lambda run: next(asked))
+    monkeypatch.setattr(clock, "graph_replay", graph_replay)
+    monkeypatch.setattr(tuner, "_COPIED", room)
     monkeypatch.setattr(
-        clock, "_cold_seconds", lambda replay, device: 1e-5 * (1 + 0.04 * (replay != fastest))
+        clock, "_cold_seconds", lambda replay, device: 1e-5 * calls * (1 + 0.04 * (replay != fastest))
     )
     monkeypatch.setattr(clock, "release_memory", lambda device: None)
     call = tuner.Call(backends.operators["gelu"].bind(torch.randn(4, 8)), False)
     candidates = {name: lambda call: call.x * 2 for name in names}
     timed = tuner.time_in_turns(candidates, call, dict.fromkeys(names, measurement(None)))
     assert tuner.fastest(timed, "triton", call.device) == fastest
+    assert timed[fastest].seconds == pytest.approx(1e-5)
+    assert captured == 4 * [calls]
 
 
 def test_gradients_are_timed_by_the_kernels_that_the_check_has_run():
