@@ -261,8 +261,7 @@ def verify(
     stages = _served_paths(model)
     serving = copy.deepcopy(model) if stages else None
     accelerated = copy.deepcopy(model)
-    for path in stages:
-        stage = accelerated.get_submodule(path)
+    for _, stage, _ in find_stages(accelerated):
         stage.__class__ = original_class(type(stage))
     accelerate(accelerated, freeze=False)
     eager = give_classes_back(copy.deepcopy(model))
@@ -303,13 +302,17 @@ def _bar_of(total: int, shown: bool) -> Any:
 
 def _note_run(bar: Any) -> None:
     bar.update()
-    _logger.info(
-        "verify: run %d of %d, after %.0f seconds", bar.n, bar.total, time.perf_counter() - bar.start_t
-    )
+    _logger.info("verify: run %d of %d, after %.0f seconds", bar.n, bar.total, time.time() - bar.start_t)
 
 
 def _served_paths(model: nn.Module) -> list[str]:
-    return [path for path, stage, _ in find_stages(model) if is_frozen(stage) or is_serving(stage)]
+    """Returns the paths of what runs as one, without what is within it: a hook there would prevent that."""
+    found: list[str] = []
+    for path, stage, _ in find_stages(model):
+        is_within = path.startswith(tuple(f"{each}." if each else "" for each in found))
+        if (is_frozen(stage) or is_serving(stage)) and not is_within:
+            found.append(path)
+    return found
 
 
 def _in_float64(model: nn.Module) -> nn.Module:
