@@ -11,15 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..blocks import (
-    GELU_VARIANTS,
-    HUGGING_FACE,
-    BlockEntry,
-    BlockParts,
-    Family,
-    Unsupported,
-    unserved_entry,
-)
+from ..blocks import GELU_VARIANTS, HUGGING_FACE, BlockEntry, BlockParts, Family, Unsupported, unserved_entry
 from ..class_token import ClassifierEntry
 
 #: The ends of the names of classes within a block.
