@@ -219,9 +219,9 @@ def verify(
     That takes about 16 forwards and 17 training steps, one of each in float64, and up to 16 more of both;
     with ``evaluation_only`` no training steps, and at most two images in float64.
 
-    A frozen stage or layer calls no blocks. So for a frozen model, the evaluation errors of stages, layers
-    and the whole model are measured frozen, all others without freezing. Quantized layers stay quantized in
-    all models, but in float64 they do not round their inputs.
+    A frozen stage or layer calls no blocks. So for a frozen model, the evaluation errors of stages, layers in
+    no stage and the whole model are measured frozen, all others without freezing. Quantized layers stay
+    quantized in all models, but in float64 they do not round their inputs.
 
     It works on copies: the model, its gradients and buffers, its modes and the random number generators stay
     as they are. (Your own hooks are copied, and run.) ``torch.autocast`` applies to both models.

@@ -72,7 +72,8 @@ def test_each_stage_is_one_operator(make, served):
     logits(fused(xs[0]))  # transformers records hidden states in the first call, and leaves hooks
     compiled = Compiled(fused, dynamic=True)
     for x in xs:
-        assert relative(logits(compiled(x)), logits(fused(x))) < 1e-5  # not the same bits in torch 2.11
+        tolerance = 1e-5 if make is segformer else 1e-6  # not the same bits in torch 2.11
+        assert relative(logits(compiled(x)), logits(fused(x))) < tolerance
     assert (compiled.counts, len(served)) == ([count], 5 * count)
 
 

@@ -292,6 +292,15 @@ def test_a_bar_is_drawn_on_a_terminal(monkeypatch):
     assert not drawn[1].split("\r")[-1].strip()
 
 
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_speeds_beside_other_programs_are_said_to_be_rough(disturbed, monkeypatch):
+    waited = itertools.count()
+    monkeypatch.setattr(clock, "waited_seconds", lambda: float(next(waited)) if disturbed else 0.0)
+    report = ck.verify(ours(), images(1), rounds=1)
+    assert (report.evaluation.is_disturbed, report.training.is_disturbed) == (disturbed, disturbed)
+    assert (clock.DISTURBED in str(report).splitlines()) == disturbed
+
+
 def test_no_parameter_to_train():
     with pytest.raises(ValueError, match="model: has no parameter that requires a gradient"):
         ck.verify(microsoft().requires_grad_(False), images())
