@@ -189,9 +189,9 @@ def scaled(value: Any) -> Any:
     def scale(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim == 0:
             return value
-        channels = value.shape[1 if value.ndim == 4 else -1]
-        factors = torch.linspace(0.5, 1.5, channels, dtype=value.dtype)
-        return value * (factors[:, None, None] if value.ndim == 4 else factors) + 0.1
+        if value.ndim == 4:  # a map, whose channels may be last, too
+            value = value * torch.linspace(0.5, 1.5, value.shape[1], dtype=value.dtype)[:, None, None]
+        return value * torch.linspace(0.5, 1.5, value.shape[-1], dtype=value.dtype) + 0.1
 
     return pytree.tree_map(scale, value)
 
@@ -1157,7 +1157,7 @@ def _hooked(register: Callable[[Any], Any], level: str) -> Callable[..., Iterato
     def run(model: nn.Module, source: Source) -> Iterator[None]:
         places = LEVELS[level](model)
         if level == "a stage" and register in _BACKWARD_HOOKS.values():
-            places = places[1:] or places  # the first one gets images, which need no gradient
+            places = places[1:]  # the first one gets images, which need no gradient
         handle = register(source.choice(places))
         yield
         handle.remove()
@@ -1166,6 +1166,11 @@ def _hooked(register: Callable[[Any], Any], level: str) -> Callable[..., Iterato
     return run
 
 
+#: Where backward hooks get a gradient, which they do not of tokens that are passed by name, nor of images.
+_WITH_GRADIENTS = {
+    "a holder": (*_CVT, *_LAYERED, "vit", "dinov2", "timm_pvt_v2"),
+    "a stage": (*_CVT, "segformer", "timm_pvt_v2"),
+}
 for _name, _register in (_HOOKS | _BACKWARD_HOOKS).items():
     for _level in LEVELS:
         if _level in ("a part", "a block") or _name in (
@@ -1176,9 +1181,7 @@ for _name, _register in (_HOOKS | _BACKWARD_HOOKS).items():
             _shows = "gradients" if _name in _BACKWARD_HOOKS else "always"
             if _name in _BACKWARD_HOOKS and _level == "the model":
                 _shows = "never"  # of a model whose result is no tensor
-            # CLIP passes tokens by name, of which such hooks get no gradient, and a ViT of timm takes images.
-            _by_name = _name in _BACKWARD_HOOKS and _level in ("a holder", "a stage")
-            _only = (*_CVT, *_LAYERED, "vit", "dinov2", "timm_pvt_v2") if _by_name else None
+            _only = _WITH_GRADIENTS.get(_level) if _name in _BACKWARD_HOOKS else None
             change("hooks", f"a {_name} on {_level}", shows=_shows, only=_only)(_hooked(_register, _level))
 
 

@@ -272,7 +272,7 @@ class _Graphs:
             return _NOTHING
         if not snapshot.holds_for(model, with_gradients, graph):
             self._forget_kind(with_gradients)
-            snapshot.take_forms(model, with_gradients)
+            snapshot.forms[with_gradients] = snapshot.forms_of(model, with_gradients)
             return _NOTHING
         if key in self._failures or snapshot.why_not(model, call, with_gradients) is not None:
             return _NOTHING
@@ -519,23 +519,21 @@ class _Snapshot(State):
         self._hooks = [space[kind] for space in self._spaces for kind in HOOKS[:2]]
         self._has_backward_hooks = any(space[kind] for space in self._spaces for kind in HOOKS[2:])
         self._served = [module for module in inner if hasattr(module, _SERVED)]
-        self._forms: dict[bool, list[Any]] = {}  # with or without gradients
+        #: What should serve stages and layers, with or without gradients.
+        self.forms: dict[bool, list[Any]] = {}
         #: What changes whenever a number of a tensor may have changed.
         self.values = object()
 
-    def take_forms(self, model: nn.Module, with_gradients: bool) -> None:
-        """Takes what serves stages and layers (``_SERVED``) as what should."""
-        self._forms[with_gradients] = self._forms_of(model, with_gradients)
-
-    def _forms_of(self, model: nn.Module, with_gradients: bool) -> list[Any]:
+    def forms_of(self, model: nn.Module, with_gradients: bool) -> list[Any]:
+        """Returns what serves stages and layers (``_SERVED``) now."""
         served = [model, *self._served] if hasattr(model, _SERVED) else self._served
         with torch.set_grad_enabled(with_gradients):  # as in the capture
             return [getattr(module, _SERVED)() for module in served]
 
     def has_forms_of(self, model: nn.Module, with_gradients: bool) -> bool:
         """Returns whether the same serves stages and layers, which is taken if nothing was."""
-        found = self._forms_of(model, with_gradients)
-        return self._forms.setdefault(with_gradients, found) == found
+        found = self.forms_of(model, with_gradients)
+        return self.forms.setdefault(with_gradients, found) == found
 
     def holds_for(self, model: nn.Module, with_gradients: bool, graph: Any) -> bool:
         """Returns whether the same modules and tensors still compute as they did for a graph, or None.

@@ -42,6 +42,8 @@ Kinds = tuple[type | str, ...]
 
 #: The upstream of the models of transformers.
 HUGGING_FACE = "Hugging Face"
+#: The packages with the classes of upstreams. Those of others, as Microsoft's, may be anywhere.
+_PACKAGES = {HUGGING_FACE: "transformers", "timm": "timm"}
 
 #: The allowed classes of a projection's BatchNorm, besides those that detectors freeze.
 BATCH_NORMS = (nn.BatchNorm2d, nn.SyncBatchNorm)
@@ -109,8 +111,8 @@ class BlockParts(NamedTuple):
         num_heads, scale: Heads of attention, and the factor on the scores.
         proj: The linear layer after attention.
         fc1, fc2: The linear layers of the MLP.
-        approximate: Its GELU, as :func:`cvt_kernels.gelu` names it.
-        activation: The module of its GELU, if there is one.
+        activation: The module of its GELU; None where the MLP computes it, as :func:`cvt_kernels.gelu` does
+            that of the name ``gelu``.
         branches: Convolution and BatchNorm of Q, of K and of V, or lists of such pairs that are summed.
         reduction: The convolution that makes the tokens of keys and values, and its LayerNorm.
         pooling: The same in linear attention: pooling, a 1×1 convolution, a LayerNorm and a GELU.
@@ -136,12 +138,12 @@ class BlockParts(NamedTuple):
     proj: Any
     norm2: nn.LayerNorm
     fc1: Any
-    approximate: GeluVariant
     fc2: Any
     attention_drop: Any
     drops: tuple[Any, Any, Any]
     drop_path: Any
     activation: nn.Module | None = None
+    gelu: GeluVariant = "none"
     branches: Sequence[Any] = ()
     reduction: tuple[nn.Conv2d, nn.LayerNorm] | None = None
     pooling: tuple[nn.Module, nn.Conv2d, nn.LayerNorm, nn.Module] | None = None
@@ -177,6 +179,11 @@ class BlockParts(NamedTuple):
             convs=() if shadowed else tuple(map(branch_of, self.branches)),
             norms=() if shadowed else tuple(norm for _, norm in pairs),
         )
+
+    @property
+    def approximate(self) -> GeluVariant:
+        """The GELU of the MLP, as :func:`cvt_kernels.gelu` names it."""
+        return self.gelu if self.activation is None else gelu_variant(self.activation)
 
     def pairs(self) -> list[tuple[Any, Any]]:
         """Returns convolution and BatchNorm of every branch, or of every summand of it."""
@@ -456,6 +463,12 @@ def is_named(kind: type, names: Collection[Any]) -> bool:
     return kind.__name__ in names or f"{kind.__module__}.{kind.__name__}" in names
 
 
+def is_at_home(kind: type, upstream: str) -> bool:
+    """Returns whether a class is in the package of an upstream, if its classes are in one."""
+    home = kind.__module__.partition(".")[0]
+    return _PACKAGES.get(upstream, home) == home
+
+
 # The entries of the table -----------------------------------------------------------------------------------
 
 
@@ -526,7 +539,7 @@ class BlockEntry(NamedTuple):
         if given is None or not isinstance(x := given[0], Tensor):
             return None
         grid = given[1] if count == 2 else (x.shape[1], 1) if count == 1 and x.ndim == 3 else given[1:]
-        if grid is None or len(grid) != 2 or grid[0] is None or grid[1] is None:
+        if not isinstance(grid, tuple | list) or len(grid) != 2 or grid[0] is None or grid[1] is None:
             return None
         return x, (grid[0], grid[1])
 
@@ -543,7 +556,7 @@ class BlockEntry(NamedTuple):
 
     def others(self, grid: tuple[int, int]) -> tuple[Any, ...]:
         """Returns what the block's forward takes after the tokens in a call that is served."""
-        forms = (None,) * (len(self.arguments) - 2), (grid,), grid
+        forms = (None,) * ("attention_mask" in self.arguments), (grid,), grid
         return forms[self.grid_arguments]
 
     def result(self, block: nn.Module, tokens: Tensor, grid: tuple[int, int]) -> Any:
@@ -560,9 +573,8 @@ class StageEntry(NamedTuple):
     """A class of stages, each an embedding and its blocks, which run as one.
 
     Attributes:
-        block: Describes the class as if it were a block.
+        block: Describes the class as if it were a block; its ``parts`` are :class:`StageParts`.
         classes: Names of its submodules' classes outside of ``torch.nn``.
-        parts: Returns the modules of a stage.
         embedding: Returns the convolution and the class token, if there is one.
         result: Takes a stage, tokens (B, T, C) and their grid; returns the result of the stage's forward.
         tokens: Takes a result of the stage's forward; returns its tokens.
@@ -572,12 +584,16 @@ class StageEntry(NamedTuple):
 
     block: BlockEntry
     classes: frozenset[str]
-    parts: Callable[[Any], StageParts]
     embedding: Callable[[Any], tuple[nn.Conv2d, Tensor | None]]
     result: Callable[[Any, Tensor, tuple[int, int]], Any]
     tokens: Callable[[Any], Tensor]
     others: tuple[Any, ...] = ()
     why_unsupported: Callable[[Any], str | None] = lambda stage: None
+
+    @property
+    def parts(self) -> Callable[[Any], StageParts]:
+        """Returns the modules of a stage."""
+        return self.block.parts
 
     @property
     def serving_key(self) -> str:
@@ -643,8 +659,9 @@ def tokens_of_map(result: tuple[Tensor, Tensor | None]) -> Tensor:
 
 def unserved_entry(upstream: str, name: str, reason: str) -> BlockEntry:
     """Returns the entry of a class of blocks that no operator computes, with the reason."""
-    parts = BypassedParts([], reason)
-    return BlockEntry(upstream, name, lambda self: parts, is_only_served=True, why_unserved=reason)
+    return BlockEntry(
+        upstream, name, lambda self: BypassedParts([]), is_only_served=True, why_unserved=reason
+    )
 
 
 def named(*entries: BlockEntry) -> dict[str, tuple[BlockEntry, ...]]:

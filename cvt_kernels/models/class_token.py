@@ -54,7 +54,7 @@ class ClassifierEntry(NamedTuple):
     """A class of classifiers.
 
     Attributes:
-        name: Its name.
+        upstream, name: The project whose class it is, and its name.
         arguments: Names of the first arguments of ``forward``, the images first.
         path: Paths of the modules between a classifier and its last stage.
         last_stage: Returns the last stage, or the last block of a model without stages.
@@ -64,6 +64,7 @@ class ClassifierEntry(NamedTuple):
             upstream's.
     """
 
+    upstream: str
     name: str
     arguments: tuple[str, ...]
     path: tuple[str, ...]

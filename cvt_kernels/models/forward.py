@@ -288,10 +288,8 @@ def forward_block(
         branch = call(proj.scale, call(proj.drop, apply_linear(proj.layer, heads)), parts.drop_path)
         if rows is None:
             stream, y = add_and_normalize_for(parts.fc1, norm, branch, x)
-        elif rows_only:
-            stream, y = add_and_normalize(norm, branch, x[:, :1])
-        elif _dtypes_differ(x, branch) or _dtypes_differ(x, norm.weight):
-            stream, y = add_and_normalize(norm, branch, gather_rows(x, rows))
+        elif rows_only or _dtypes_differ(x, branch) or _dtypes_differ(x, norm.weight):
+            stream, y = add_and_normalize(norm, branch, _chosen(x, rows, rows_only))
         else:
             stream, y = add_layer_norm(gather_rows(x, rows), branch, norm.weight, norm.bias, eps=norm.eps)
     fc2 = _End(parts.fc2, parts.drops[2], parts.layer_scales[1])
@@ -472,9 +470,7 @@ def _attend(
     if projected is None:
         tokens = _tokens_of_heads(parts, y, grid)
         if rows is not None:
-            tokens[0] = (
-                tokens[0][:, :1] if first_only else gather_rows(tokens[0], rows)
-            ).contiguous()  # for a product with its bias
+            tokens[0] = _chosen(tokens[0], rows, first_only).contiguous()  # for a product with its bias
         projected = _projected(parts.linears, tokens)
     q, k, v = (each.unflatten(2, (parts.num_heads, -1)) for each in projected)
     dropout_p = parts.dropout_p() if parts.drops_probabilities else 0.0
@@ -485,6 +481,11 @@ def _attend(
     stride = parts.pairs()[2][0].stride[0]
     settings: dict[str, Any] = {"stride": stride, "scale": parts.scale, "pool": parts.pool, "rows": rows}
     return heads_of_all, score_tokens(q, k, grid, **settings)
+
+
+def _chosen(tokens: Tensor, rows: Tensor, first_only: bool) -> Tensor:
+    """Returns the tokens at ``rows``, which may be known to be the first ones."""
+    return tokens[:, :1] if first_only else gather_rows(tokens, rows)
 
 
 def _reduced_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> list[Tensor] | None:

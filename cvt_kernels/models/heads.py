@@ -178,13 +178,18 @@ def _through_both(
     else:
         tokens = linear(tokens, weight)
     part, bias = part.to(dtype), None if bias is None else bias.to(dtype)
-    if total is None or bias is not None or not modes.may_change(total, tokens, part):
-        tokens = linear(tokens, part, bias)
-        return tokens if total is None else _add(total, tokens)
-    same = total.dtype == tokens.dtype == part.dtype and not modes.autocast_enabled(total)
-    if not (same and total.is_contiguous()):
-        return _add(total, linear(tokens, part))
-    return total.flatten(0, 1).addmm_(tokens.flatten(0, 1), part.t()).view_as(total)
+    if (
+        total is not None
+        and bias is None
+        and modes.may_change(total, tokens, part)
+        and total.dtype == tokens.dtype == part.dtype
+        and total.is_contiguous()
+        and not modes.autocast_enabled(total)
+    ):
+        total.flatten(0, 1).addmm_(tokens.flatten(0, 1), part.t())
+        return total
+    tokens = linear(tokens, part, bias)
+    return tokens if total is None else _add(total, tokens)
 
 
 def _add(total: Tensor, tokens: Tensor) -> Tensor:
@@ -266,7 +271,8 @@ def _parts_of_decoder(decoder: Any) -> BypassedParts:
         raise Unsupported("its stages are not a list")
     stage = decoder.stages[-1]
     upsamplings = stage.upsample, decoder.final_upsample
-    modules: list[tuple[Any, Kinds]] = [(decoder.stages, (nn.ModuleList,)), (stage, ("GLPNDecoderStage",))]
+    kinds: Kinds = ("transformers.models.glpn.modeling_glpn.GLPNDecoderStage",)
+    modules: list[tuple[Any, Kinds]] = [(decoder.stages, (nn.ModuleList,)), (stage, kinds)]
     modules += [(upsampling, (nn.Upsample,)) for upsampling in upsamplings]
     settings = {
         (each.size, each.scale_factor, each.mode, bool(each.align_corners), bool(each.recompute_scale_factor))
@@ -307,9 +313,16 @@ def _entry(
     parts: Callable[[Any], BypassedParts],
     *children: str,
     arguments: tuple[str, ...] = ("hidden_states",),
+    may_take: tuple[str, ...] = (),
 ) -> BlockEntry:
     return BlockEntry(
-        *(HUGGING_FACE, name, parts, arguments, frozenset(children)), forward=forward, may_take=("kwargs",)
+        upstream=HUGGING_FACE,
+        name=name,
+        parts=parts,
+        arguments=arguments,
+        children=frozenset(children),
+        forward=forward,
+        may_take=may_take,
     )
 
 
@@ -318,6 +331,7 @@ DEPTH_ENTRIES = (
     _entry(
         *("GLPNForDepthEstimation", _estimate, _parts_of_model, "glpn", "decoder", "head"),
         arguments=("pixel_values", "labels", "output_attentions", "output_hidden_states", "return_dict"),
+        may_take=("kwargs",),
     ),
     _entry("GLPNDecoder", _decode, _parts_of_decoder, "stages", "final_upsample"),
     _entry("GLPNDepthEstimationHead", _compute_depth, _parts_of_depth_head, "head"),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from .. import checks, modes
-from ..classes import original_class
+from ..classes import UNFUSED, original_class
 from ..ops.linear_int8.modules import LinearInt8
 from ..records import FROZEN_BATCH_NORMS
 from .blocks import (
@@ -26,6 +26,7 @@ from .blocks import (
     Unsupported,
     block_of,
     class_name,
+    is_at_home,
     is_named,
     why_another_class,
     why_norms_unsupported,
@@ -103,7 +104,7 @@ def classifier_of(module: nn.Module) -> ClassifierEntry | None:
     """Returns the entry of a classifier that has upstream's forward; None for other modules."""
     owner = _owner_of_forward(module)
     entry = CLASSIFIERS.get(owner.__name__)
-    if entry is None or _replaced_method(module, owner) is not None:
+    if entry is None or not is_at_home(owner, entry.upstream) or _replaced_method(module, owner) is not None:
         return None
     arguments = tuple(inspect.signature(owner.forward).parameters)[1 : 1 + len(entry.arguments)]
     return entry if arguments == entry.arguments else None
@@ -126,8 +127,9 @@ def why_another_forward(block: nn.Module, entry: BlockEntry) -> str | None:
     if entry.why_unserved:
         return entry.why_unserved
     owner = _owner_of_forward(block)
-    if owner.__name__ != entry.name:
-        return f"{owner.__qualname__} has a forward of its own, not that of {entry.upstream}'s {entry.name}"
+    if owner.__name__ != entry.name or not is_at_home(owner, entry.upstream):
+        name = f"{owner.__module__}.{owner.__qualname__}"
+        return f"{name} has a forward of its own, not that of {entry.upstream}'s {entry.name}"
     if not entry.arguments:  # of cvt's blocks nothing more is said
         return None if owner.__module__ == MODULE else f"{owner.__qualname__} has a forward of its own"
     replaced = _replaced_method(block, owner)
@@ -188,7 +190,7 @@ def _built_parts(module: nn.Module, entry: BlockEntry | StageEntry) -> Any:
 def _why_another_holder(block: nn.Module, entry: BlockEntry, parts: Parts) -> str | None:
     for module in _holders(block, parts):
         owner = _owner_of_forward(module)
-        if type(module) not in _PLAIN and not is_named(owner, entry.classes):
+        if type(module) not in _PLAIN and not _is_upstreams(owner, entry):
             return f"{_path_of(block, module)} {why_another_class(module)}"
         replaced = None if type(module) in _PLAIN else _replaced_method(module, owner)
         if replaced is not None:
@@ -196,6 +198,11 @@ def _why_another_holder(block: nn.Module, entry: BlockEntry, parts: Parts) -> st
                 f"{replaced} of {_path_of(block, module)} is not that of {entry.upstream}'s {owner.__name__}"
             )
     return None
+
+
+def _is_upstreams(kind: type, entry: ServedEntry) -> bool:
+    """Returns whether a class is one of those within a block or a stage, where upstream has it."""
+    return is_named(kind, entry.classes) and is_at_home(kind, block_of(entry).upstream)
 
 
 def _holders(block: nn.Module, parts: Parts) -> list[nn.Module]:
@@ -263,8 +270,9 @@ def examine(block: nn.Module, entry: BlockEntry) -> ExaminedBlock:
 
 def _parts_if_traced(block: nn.Module, entry: BlockEntry) -> Parts | None:
     """Returns the parts, or None, by checks that ``torch.compile`` can trace and guard."""
+    forward = getattr(type(block), UNFUSED, type(block)).forward
     parts = parts_or_why_not(block, entry)
-    if isinstance(parts, str):
+    if isinstance(parts, str) or _why_another_forward(block, entry, forward) is not None:
         return None
     modules = [module for module, _ in parts.bypassed()]
     if isinstance(parts, BlockParts):
@@ -275,6 +283,13 @@ def _parts_if_traced(block: nn.Module, entry: BlockEntry) -> Parts | None:
         return None
     return parts.prepared()
 
+
+def _why_another_forward(block: nn.Module, entry: BlockEntry, forward: Any) -> str | None:
+    """Returns :func:`why_another_forward`, asked once for each forward that the class has."""
+    return why_another_forward(block, entry)
+
+
+_why_another_forward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 #: The classes whose modules are called where somebody watches them.
 _CALLED = nn.Linear, nn.Dropout, nn.Identity, LinearInt8
@@ -355,7 +370,7 @@ def _why_other_modules(stage: nn.Module, entry: ServedEntry) -> str | None:
             return f"{path} is not as upstream has it: {reason}" if path else reason
     for module in itertools.islice(stage.modules(), 1, None):
         kind = original_class(type(module))
-        if kind not in _PLAIN and not is_named(kind, entry.classes | FROZEN_BATCH_NORMS):
+        if not (kind in _PLAIN or _is_upstreams(kind, entry) or is_named(kind, FROZEN_BATCH_NORMS)):
             return f"{_path_of(stage, module)} {why_another_class(module)}"
         if (reason := _why_noticed(stage, module)) is not None:
             return reason

@@ -224,10 +224,9 @@ def members(entry: ServedEntry, *, frozen: bool) -> dict[str, Any]:
 
         None is where blocks run one by one, whose graph reads weights where they lie.
         """
-        if not frozen:
-            on_device = serves_on(next(stage.parameters()).device)
-            if stage.training or torch.is_grad_enabled() or not on_device:
-                return None
+        are_blocks = stage.training or torch.is_grad_enabled()
+        if not frozen and (are_blocks or not serves_on(next(stage.parameters()).device)):
+            return None
         return _served_or_why_not(stage, entry)
 
     marks = {ENTRY: entry, NUMBER: None} if frozen else {_SERVES: True}

@@ -89,7 +89,7 @@ def fold(parts: StageParts, device_type: str) -> FoldedStage:
     token = None if parts.class_token is None else parts.class_token.flatten().clone()
     operators = [block.as_operator() for block in parts.blocks]
     blocks: Sequence[TransformerBlock | FoldedBlock] = operators
-    are_one = device_type != "cpu" and _are_one_operator(parts)
+    are_one = device_type != "cpu" and _are_one_operator(parts.conv.weight, operators)
     if device_type != "cpu" and not are_one and all(block.convs for block in operators):
         due = wide(parts.conv.weight.new_zeros(parts.conv.out_channels))  # still to come, from the end
         blocks = []
@@ -103,11 +103,11 @@ def fold(parts: StageParts, device_type: str) -> FoldedStage:
     return FoldedStage(parts, weight, bias, norm_bias, token, blocks, are_one)
 
 
-def _are_one_operator(parts: StageParts) -> bool:
-    x = parts.conv.weight.new_empty(1, 1, parts.conv.out_channels)
+def _are_one_operator(weight: Tensor, blocks: Sequence[TransformerBlock]) -> bool:
+    """Returns whether one operator computes the blocks behind a convolution with this weight."""
+    x = weight.new_empty(1, 1, weight.shape[0])
     if backends.why_unavailable("transformer_blocks", "gluon", x.device.type) is not None:
         return False
-    blocks = [block.as_operator() for block in parts.blocks]
     if not blocks or any(map(_has_one_mlp, blocks)):
         return False
     return all(why_not_in_gluon(x, (1, 1), block) is None for block in blocks)

@@ -219,9 +219,9 @@ def verify(
     That takes about 16 forwards and 17 training steps, one of each in float64, and up to 16 more of both;
     with ``evaluation_only`` no training steps, and at most two images in float64.
 
-    A frozen stage or layer calls no blocks. So for a frozen model, the evaluation errors of stages, layers
-    and the whole model are measured frozen, all others without freezing. Quantized layers stay quantized in
-    all models, but in float64 they do not round their inputs.
+    A frozen stage or layer calls no blocks. So for a frozen model, the evaluation errors of stages, layers in
+    no stage and the whole model are measured frozen, all others without freezing. Quantized layers stay
+    quantized in all models, but in float64 they do not round their inputs.
 
     It works on copies: the model, its gradients and buffers, its modes and the random number generators stay
     as they are. (Your own hooks are copied, and run.) ``torch.autocast`` applies to both models.
@@ -261,8 +261,7 @@ def verify(
     stages = _served_paths(model)
     serving = copy.deepcopy(model) if stages else None
     accelerated = copy.deepcopy(model)
-    for path in stages:
-        stage = accelerated.get_submodule(path)
+    for _, stage, _ in find_stages(accelerated):
         stage.__class__ = original_class(type(stage))
     accelerate(accelerated, freeze=False)
     eager = give_classes_back(copy.deepcopy(model))
@@ -303,13 +302,17 @@ def _bar_of(total: int, shown: bool) -> Any:
 
 def _note_run(bar: Any) -> None:
     bar.update()
-    _logger.info(
-        "verify: run %d of %d, after %.0f seconds", bar.n, bar.total, time.perf_counter() - bar.start_t
-    )
+    _logger.info("verify: run %d of %d, after %.0f seconds", bar.n, bar.total, time.time() - bar.start_t)
 
 
 def _served_paths(model: nn.Module) -> list[str]:
-    return [path for path, stage, _ in find_stages(model) if is_frozen(stage) or is_serving(stage)]
+    """Returns the paths of what runs as one, without what is within it: a hook there would prevent that."""
+    found: list[str] = []
+    for path, stage, _ in find_stages(model):
+        is_within = path.startswith(tuple(f"{each}." if each else "" for each in found))
+        if (is_frozen(stage) or is_serving(stage)) and not is_within:
+            found.append(path)
+    return found
 
 
 def _in_float64(model: nn.Module) -> nn.Module:

@@ -1,5 +1,6 @@
 """Token pruning in the model: which tokens stay, what they cost, gradients, and ways to run such a model."""
 
+import copy
 import dataclasses
 import functools
 import json
@@ -16,11 +17,13 @@ from cvt.factory import randomize
 from cvt.images import sample_photos
 from cvt.model import tokens_to_map
 from cvt.tools.commands import main
+from cvt.tools.commands.export import export
 from cvt.tools.evaluation import cost
 from cvt.tools.explanation import explain, photograph, pictures
 from cvt.tools.training.recipe import MODELS
 from cvt_kernels.ops.token_selection import spread_keys
 from tests.checks import bad, python_blocks, run_blocks, section_of
+from tests.processes import run_python
 
 DEEP = dataclasses.replace(
     MODELS["cvt_nano"], embed_dims=(8, 16), depths=(1, 4), num_classes=5, stride_kv=2,
@@ -224,6 +227,15 @@ def test_gradients_are_those_of_the_model_in_which_only_kept_tokens_change():
     )
 
 
+@pytest.mark.slow
+def test_compiled_without_a_break():
+    x = X[:2, :, :32, :32]
+    model = deep(depths=(1, 2), token_keep=("entropy", 1.0)).train()
+    expected = gradients(copy.deepcopy(model), lambda m: m(x))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(gradients(compiled, lambda m: m(x)), expected, rtol=1e-3, atol=1e-4)
+
+
 # Explanation ----------------------------------------------------------------------------------------------
 
 
@@ -279,6 +291,21 @@ def test_train_remembers_what_stays_and_explain_draws_it(capsys, tmp_path):
     explain_whole = ["explain", photo, "--checkpoint", output, "--output", str(whole), "--token-keep", "1"]
     assert main(explain_whole) == 0
     assert not list(whole.glob("*.tokens.png"))
+
+
+@pytest.mark.slow
+def test_exported(tmp_path):
+    model = deep(depths=(1, 3), token_keep=("entropy", 0.6, 1.0))
+    with ck.use_backend("auto"):
+        assert export(model, tmp_path / "model", "onnx", image_size=32).difference < 1e-4
+    # In a process of its own, since onnxruntime ends it by a signal where it cannot sort nothing.
+    code = f"""
+import numpy, onnxruntime
+session = onnxruntime.InferenceSession({str(tmp_path / "model")!r}, providers=["CPUExecutionProvider"])
+print(session.run(None, {{"images": numpy.zeros((0, 3, 32, 32), numpy.float32)}})[0].shape)
+"""
+    result = run_python(code)
+    assert (result.stdout, result.returncode) == ("(0, 5)\n", 0), result.stderr
 
 
 @pytest.mark.parametrize("keep", ["entropy", 0.6, 1e-9])

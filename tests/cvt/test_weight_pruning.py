@@ -79,6 +79,13 @@ def test_it_computes_the_whole_model_without_some_columns(overrides):
     assert [block.attn.scale for block in blocks(smaller)] == [block.attn.scale for block in blocks(model)]
 
 
+def test_heads_of_a_model_that_drops_tokens():
+    model = small(token_keep=0.5).eval()
+    smaller = prune_weights(model, mlp=0.5, heads=0.5, batches=[labeled(1, 2)])
+    assert smaller.config.token_keep == 0.5
+    assert smaller(labeled(2, 2)[0]).isfinite().all()
+
+
 # The choice -----------------------------------------------------------------------------------------------
 
 
@@ -225,6 +232,16 @@ def test_frozen_stages_whose_heads_do_not_fill_them(backend):
         rows = ck.coverage(frozen, images)
     served = [row.backends["transformer_block"] for row in rows if row.class_name == "Stage"]
     assert served == [backend] * 3
+
+
+def test_quantized_models():
+    pruned = prune_weights(small().eval(), mlp=0.25, heads=0.5)
+    images = labeled(1, 2)[0]
+    exact = pruned(images)
+    ck.quantize(pruned)
+    assert (pruned(images) - exact).norm() < 0.05 * exact.norm()
+    with pytest.raises(ValueError, match=r"model: is quantized \(stage0\.blocks\.0\..*prune first"):
+        prune_weights(pruned, mlp=0.5)
 
 
 # Bad input ------------------------------------------------------------------------------------------------

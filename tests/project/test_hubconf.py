@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cvt
+from tests.checks import python_blocks, run_blocks, section_of
 from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,13 @@ def test_every_preset_can_be_loaded(name, monkeypatch):
     monkeypatch.setattr(cvt, "create_model", lambda *arguments, **options: (arguments, options))
     loaded = torch.hub.load(str(ROOT), name, source="local", pretrained=True, activation="gelu")
     assert loaded == ((name,), {"pretrained": True, "activation": "gelu"})
+
+
+def test_the_page(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    names = run_blocks(python_blocks(section_of("model.md", "### torch.hub")))
+    assert names["model"].num_classes == 10
+    assert names["backbone"].feature_info.channels() == [64, 192, 384]
 
 
 def test_dependencies_are_those_of_the_project(hubconf):

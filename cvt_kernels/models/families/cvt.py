@@ -21,7 +21,6 @@ from ..blocks import (
     StageEntry,
     StageParts,
     Unsupported,
-    gelu_variant,
     map_and_class_token,
     parts_of_norm,
     tokens_of_map,
@@ -43,17 +42,6 @@ def _embedding(upstream: str, name: str, forward: Callable[..., Tensor], *member
     )
 
 
-def _stage_entry(
-    parts: Callable[[Any], StageParts],
-    embedding: Callable[[Any], tuple[nn.Conv2d, Tensor | None]],
-    classes: frozenset[str],
-    **described: Any,
-) -> StageEntry:
-    """Returns the entry of a class of stages that take an image and return a map and a class token."""
-    block = BlockEntry(parts=parts, **described)
-    return StageEntry(block, classes, parts, embedding, map_and_class_token, tokens_of_map)
-
-
 # Hugging Face's -------------------------------------------------------------------------------------------
 
 _WORDS = "query", "key", "value"
@@ -73,7 +61,6 @@ def _hf_block(self: Any) -> BlockParts:
         proj=self.attention.output.dense,
         norm2=self.layernorm_after,
         fc1=self.intermediate.dense,
-        approximate=gelu_variant(activation),
         activation=activation,
         fc2=self.output.dense,
         drops=(self.attention.output.dropout, None, self.output.dropout),
@@ -123,14 +110,18 @@ def _hf_stem(self: Any) -> tuple[nn.Conv2d, Tensor | None]:
     return self.embedding.convolution_embeddings.projection, getattr(self, "cls_token", None)
 
 
-_HF_STAGE = _stage_entry(
-    _hf_stage,
-    _hf_stem,
-    _HF_CLASSES | {"CvtEmbeddings", *_HF_ENTRIES, *GELU_VARIANTS},
-    upstream=HUGGING_FACE,
-    name="CvtStage",
-    arguments=("hidden_state",),
-    children=frozenset(("cls_token", "embedding", "layers")),
+_HF_STAGE = StageEntry(
+    BlockEntry(
+        upstream=HUGGING_FACE,
+        name="CvtStage",
+        parts=_hf_stage,
+        arguments=("hidden_state",),
+        children=frozenset(("cls_token", "embedding", "layers")),
+    ),
+    classes=_HF_CLASSES | {"CvtEmbeddings", *_HF_ENTRIES, *GELU_VARIANTS},
+    embedding=_hf_stem,
+    result=map_and_class_token,
+    tokens=tokens_of_map,
 )
 
 # Microsoft's ----------------------------------------------------------------------------------------------
@@ -166,7 +157,6 @@ def _ms_block(self: Any) -> BlockParts:
         **_common_parts(self),
         branches=[_ms_branch(self.attn, name) for name in _PROJECTIONS],
         activation=activation,
-        approximate=gelu_variant(activation),
     )
 
 
@@ -223,14 +213,12 @@ def _stem(self: Any) -> tuple[nn.Conv2d, Tensor | None]:
 #: The submodules of a stage of Microsoft's or ours.
 _CHILDREN = frozenset(("cls_token", "patch_embed", "pos_drop", "blocks"))
 
-_MS_STAGE = _stage_entry(
-    _stage,
-    _stem,
-    _MS_ENTRIES["Block"].classes | {"ConvEmbed", "Block", "LayerNorm", "QuickGELU"},
-    upstream=MICROSOFT,
-    name="VisionTransformer",
-    arguments=("x",),
-    children=_CHILDREN,
+_MS_STAGE = StageEntry(
+    BlockEntry(MICROSOFT, "VisionTransformer", _stage, arguments=("x",), children=_CHILDREN),
+    classes=_MS_ENTRIES["Block"].classes | {"ConvEmbed", "Block", "LayerNorm", "QuickGELU"},
+    embedding=_stem,
+    result=map_and_class_token,
+    tokens=tokens_of_map,
 )
 
 
@@ -262,7 +250,7 @@ def _own_block(self: Any) -> BlockParts:
         **_common_parts(self),
         branches=[getattr(attn, name).summands() for name in _PROJECTIONS],
         drops_probabilities=True,
-        approximate=self.mlp.approximate,
+        gelu=self.mlp.approximate,
         layer_scales=(self.ls1, self.ls2),
         position_for=None if attn.position_bias is None else attn.position_for,
         token_keep=getattr(self, "token_keep", 1.0),
@@ -294,15 +282,10 @@ _OWN_ENTRIES = {
 #: The entry of the blocks of ``cvt``.
 OWN_BLOCK = _OWN_ENTRIES["Block"]
 
-_OWN_STAGE = _stage_entry(
-    _stage,
-    _stem,
-    _OWN_CLASSES | {f"{MODULE}.{name}" for name in (*_OWN_ENTRIES, "DropPath", "LayerScale")},
-    upstream="cvt",
-    name="Stage",
-    arguments=("image",),
-    children=_CHILDREN,
-)._replace(
+_OWN_STAGE = StageEntry(
+    BlockEntry("cvt", "Stage", _stage, arguments=("image",), children=_CHILDREN),
+    classes=_OWN_CLASSES | {f"{MODULE}.{name}" for name in (*_OWN_ENTRIES, "DropPath", "LayerScale")},
+    embedding=_stem,
     result=lambda stage, tokens, grid: (tokens, grid),
     tokens=lambda result: result[0],
     why_unsupported=_why_own_stage_unsupported,
@@ -343,6 +326,7 @@ def _hf_classify(
 
 
 _HF_CLASSIFIER = ClassifierEntry(
+    upstream=HUGGING_FACE,
     name="CvtForImageClassification",
     arguments=("pixel_values", "labels", "output_hidden_states", "return_dict"),
     path=("cvt", "cvt.encoder"),
@@ -360,6 +344,7 @@ def _ms_reads_class_token(model: Any, call: dict[str, Any]) -> bool:
 
 
 _MS_CLASSIFIER = ClassifierEntry(
+    upstream=MICROSOFT,
     name="ConvolutionalVisionTransformer",
     arguments=("x",),
     path=(),
@@ -370,6 +355,7 @@ _MS_CLASSIFIER = ClassifierEntry(
 
 #: The entry of the classifier of ``cvt``, which calls :func:`class_token.find_last` itself.
 OWN_CLASSIFIER = ClassifierEntry(
+    upstream="cvt",
     name="CvT",
     arguments=("images",),
     path=(),

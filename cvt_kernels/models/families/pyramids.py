@@ -15,7 +15,6 @@ from ..blocks import (
     BypassedParts,
     StageEntry,
     StageParts,
-    gelu_variant,
     parts_of_norm,
 )
 from ..forward import embed_tokens
@@ -33,7 +32,6 @@ def common_parts(self: Any, attention: Any, attention_drop: nn.Module) -> dict[s
         "norm2": self.layer_norm_2,
         "fc1": mlp.dense1,
         "activation": mlp.intermediate_act_fn,
-        "approximate": gelu_variant(mlp.intermediate_act_fn),
         "fc2": mlp.dense2,
         "drop_path": self.drop_path,
     }
@@ -116,7 +114,6 @@ def stage_entry(
             HUGGING_FACE, name, parts_of_stage, ("hidden_states", last_argument), children, variant="blocks"
         ),
         classes=block.classes | {block.name, embeddings},
-        parts=parts_of_stage,
         embedding=stem,
         result=result,
         tokens=tokens,

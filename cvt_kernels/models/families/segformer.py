@@ -14,7 +14,6 @@ from ..blocks import (
     Family,
     Kinds,
     Unsupported,
-    gelu_variant,
     parts_of_norm,
 )
 from ..forward import as_map, normalize, tokens_of
@@ -47,7 +46,6 @@ def _segformer_block(self: Any) -> BlockParts:
         fc1=mlp.fc1,
         mix=mlp.dwconv.dwconv,
         activation=mlp.activation_fn,
-        approximate=gelu_variant(mlp.activation_fn),
         fc2=mlp.fc2,
         drops=(self.hidden_dropout, mlp.dropout, mlp.dropout),
         drop_path=self.drop_path,
@@ -75,6 +73,9 @@ def _stage(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     return as_map(tokens, (height, width)) if self.reshape else tokens
 
 
+_MLP = "transformers.models.segformer.modeling_segformer.SegformerMLP"
+
+
 def _head_entry(projections: str, *arguments: str) -> BlockEntry:
     """Returns the entry of the decode head whose linear layers are called ``projections``."""
     others = ("linear_fuse", "batch_norm", "activation", "dropout", "classifier")
@@ -84,7 +85,7 @@ def _head_entry(projections: str, *arguments: str) -> BlockEntry:
         bypassed: list[tuple[Any, Kinds]] = [(layers, (nn.ModuleList,))]
         bypassed += [(getattr(head, name), (nn.Conv2d,)) for name in POINTWISE_LAYERS]
         for layer in layers:
-            bypassed += [(layer, ("SegformerMLP",)), (layer.proj, (nn.Linear,))]
+            bypassed += [(layer, (_MLP,)), (layer.proj, (nn.Linear,))]
         return BypassedParts(bypassed, why_head_unsupported(head, layers))
 
     return BlockEntry(

@@ -19,7 +19,6 @@ from ..blocks import (
     StageEntry,
     StageParts,
     Unsupported,
-    gelu_variant,
     unserved_entry,
 )
 from ..forward import as_map, tokens_of
@@ -43,13 +42,13 @@ def _parts(self: Any, linears: tuple[Any, ...], drops: tuple[Any, Any, Any], **o
         norm1=self.norm1,
         linears=linears,
         num_heads=attn.num_heads,
+        # timm's scaled_dot_product_attention is called without its scale.
         scale=attn.head_dim**-0.5 if attn.fused_attn else attn.scale,
         attention_drop=attn.attn_drop,
         proj=attn.proj,
         norm2=self.norm2,
         fc1=mlp.fc1,
         activation=mlp.act,
-        approximate=gelu_variant(mlp.act),
         fc2=mlp.fc2,
         drops=drops,
         drop_path=None,
@@ -109,10 +108,10 @@ _BLOCKS = {
         f"timm.models.{module}.{name}": unserved_entry("timm", name, reason)
         for module, name, reason in (
             ("vision_transformer", "ResPostBlock", "its LayerNorms come after attention and the MLP"),
-            ("vision_transformer", "ParallelScalingBlock", "its attention and its MLP read the same tokens"),
-            ("vision_transformer", "DiffParallelScalingBlock", "its attention is a difference of two"),
-            ("vision_transformer", "ParallelThingsBlock", "it has several attentions and MLPs side by side"),
-            ("eva", "EvaBlock", "its queries and keys may be rotated by their places (RoPE)"),
+            ("vision_transformer", "ParallelScalingBlock", "its attention and its MLP are parallel"),
+            ("vision_transformer", "DiffParallelScalingBlock", "it has differential attention"),
+            ("vision_transformer", "ParallelThingsBlock", "it has several parallel attentions and MLPs"),
+            ("eva", "EvaBlock", "its queries and keys may be rotated by position (RoPE)"),
         )
     },
 }
@@ -126,7 +125,6 @@ _STAGE = StageEntry(
         is_only_served=True,
     ),
     classes=_CLASSES | {f"{_PVT_V2}.Block", f"{_PVT_V2}.OverlapPatchEmbed"},
-    parts=_pvt_v2_stage,
     embedding=lambda stage: (stage.downsample.proj, None),
     result=lambda stage, tokens, grid: as_map(tokens, grid).contiguous(),
     tokens=tokens_of,

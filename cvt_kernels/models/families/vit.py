@@ -11,16 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..blocks import (
-    GELU_VARIANTS,
-    HUGGING_FACE,
-    BlockEntry,
-    BlockParts,
-    Family,
-    Unsupported,
-    gelu_variant,
-    unserved_entry,
-)
+from ..blocks import GELU_VARIANTS, HUGGING_FACE, BlockEntry, BlockParts, Family, Unsupported, unserved_entry
 from ..class_token import ClassifierEntry
 
 #: The ends of the names of classes within a block.
@@ -71,7 +62,6 @@ def _block(
         norm2=norm2,
         fc1=mlp.fc1,
         activation=mlp.activation_fn,
-        approximate=gelu_variant(mlp.activation_fn),
         fc2=mlp.fc2,
         drops=(drop, None, drop),
     )
@@ -88,7 +78,6 @@ def _clip_block(self: Any) -> BlockParts:
         norm2=self.layer_norm2,
         fc1=mlp.fc1,
         activation=mlp.activation_fn,
-        approximate=gelu_variant(mlp.activation_fn),
         fc2=mlp.fc2,
         drops=(None, None, None),
         drop_path=None,
@@ -106,7 +95,6 @@ def _yolos_block(self: Any) -> BlockParts:
         norm2=self.layernorm_after,
         fc1=self.intermediate.dense,
         activation=activation,
-        approximate=gelu_variant(activation),
         fc2=self.output.dense,
         drops=(self.attention.output.dropout, None, self.output.dropout),
         drop_path=None,
@@ -148,6 +136,7 @@ def _classifier(name: str, encoder: str) -> ClassifierEntry:
         return not recorded and all(value is None or value is False for value in others)
 
     return ClassifierEntry(
+        upstream=HUGGING_FACE,
         name=name,
         arguments=("pixel_values", "labels", "interpolate_pos_encoding"),
         path=(encoder, f"{encoder}.layernorm"),
@@ -199,7 +188,7 @@ FAMILY = Family(
             for name, reason in (
                 ("BeitLayer", "its scores have a bias by position"),
                 ("SwinLayer", "it attends in windows"),
-                ("DINOv3ViTLayer", "its queries and keys are rotated by their places (RoPE)"),
+                ("DINOv3ViTLayer", "its queries and keys are rotated by position (RoPE)"),
                 ("InternVLVisionLayer", "its queries and keys may be normalized"),
             )
         ),

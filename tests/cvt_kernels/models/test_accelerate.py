@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import json
 import pickle
 import re
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
 from cvt_kernels import modes
@@ -43,6 +45,9 @@ from tests.upstream import (
     relative,
     segformer,
     step,
+    timm_pvt_v2,
+    timm_vit,
+    vit,
     with_right_gradients,
 )
 
@@ -528,3 +533,57 @@ def test_a_class_that_is_patched_later_runs_the_patch(monkeypatch, patched, free
     monkeypatch.setattr(patched, "forward", patch)
     assert relative(fused(images()), before) < 1e-5
     assert called == [module for module in fused.modules() if isinstance(module, patched)]
+
+
+@torch.no_grad()
+def test_a_compiled_model_runs_the_patch_of_a_class(monkeypatch):
+    own, x, original = microsoft().eval(), images(), microsoft_cvt.Block.forward
+    fused = ck.accelerate(copy.deepcopy(own), freeze=False)
+    compiled = torch.compile(fused, backend="eager", fullgraph=True)
+    before = compiled(x)
+    monkeypatch.setattr(microsoft_cvt.Block, "forward", lambda *args: 1.5 * original(*args))
+    for _ in range(2):
+        assert relative(compiled(x), own(x)) < 1e-5 < relative(before, own(x))
+        torch.compiler.reset()
+
+
+def of_another_home(module):
+    """Gives a module's class another one of its name, with a forward of its own, somebody else's."""
+    kind = type(module)
+
+    def forward(self, *args, **kwargs):
+        return pytree.tree_map(lambda out: 1.5 * out, kind.forward(self, *args, **kwargs))
+
+    forward.__signature__ = inspect.signature(kind.forward)
+    members = {"forward": forward, "__module__": "theirs", "__qualname__": kind.__qualname__}
+    module.__class__ = type(kind.__name__, (kind,), members)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("make", "path", "of_row"),
+    [
+        (huggingface, "cvt.encoder.stages.0.layers.0", ""),
+        (huggingface, "cvt.encoder.stages.0.layers.0.intermediate", "intermediate is a CvtIntermediate"),
+        (huggingface, "cvt.encoder.stages.2", None),
+        (segformer, "segformer.stages.0.blocks.0", ""),
+        (segformer, "decode_head.linear_projections.0", "linear_projections.0 is a SegformerMLP"),
+        (glpn, "decoder.stages.3", "decoder.stages.3 is a GLPNDecoderStage"),
+        (vit, "vit.layers.0", ""),
+        (vit, "vit.layers.0.mlp", "mlp is a ViTMLP"),
+        (timm_vit, "blocks.0", ""),
+        (timm_vit, "blocks.0.mlp", "mlp is a Mlp"),
+        (timm_pvt_v2, "stages.1", None),
+    ],
+)
+def test_a_class_of_the_same_name_elsewhere_is_left_alone(make, path, of_row):
+    """Its arithmetic is another one. A part is of the row of a block, which says so."""
+    own, x = make().eval(), images(2, 32, 32) if make in (vit, timm_vit) else inputs(make)
+    of_another_home(own.get_submodule(path))
+    for freeze in (None, False):
+        fused = ck.accelerate(copy.deepcopy(own), freeze=freeze)
+        assert relative(logits(fused(x)), logits(own(x))) < 1e-5
+        if of_row is None:
+            continue
+        row = next(row for row in ck.coverage(fused) if path.startswith(row.path) and not row.fused)
+        assert row.reason.startswith(of_row or f"theirs.{type(own.get_submodule(path)).__qualname__} has a ")

@@ -18,7 +18,7 @@ from cvt_kernels import graphs
 from cvt_kernels.ops import weight_cache
 from cvt_kernels.tuning import choices, run
 from tests import upstream
-from tests.processes import run_python
+from tests.processes import run_pieces
 from tests.tape import FakeCapture
 from tests.upstream import (
     KERNELS_FIRST,
@@ -81,19 +81,30 @@ FIRST = """
 import torch
 import cvt_kernels as ck
 from tests import upstream
-for number, name in enumerate(("huggingface", "segformer", "pvt", "pvt_v2", "glpn")):
-    model = ck.accelerate(getattr(upstream, name)().eval(), freeze=True)
-    x = upstream.images(height=70, width=70) if name == "pvt" else upstream.images()
-    with torch.no_grad() if number % 2 else torch.inference_mode():
-        out = upstream.logits(torch.compile(model, backend="aot_eager")(x))
-        assert upstream.relative(out, upstream.logits(model(x))) < 1e-4, name
 """
+FIRST_CALLS = {
+    f"{make.__name__} in {mode}": f"""
+model = ck.accelerate(upstream.{make.__name__}().eval(), freeze=True)
+x = upstream.images(height={images_for(make).shape[2]}, width={images_for(make).shape[3]})
+with torch.{mode}():
+    out = upstream.logits(torch.compile(model, backend="aot_eager")(x))
+    assert upstream.relative(out, upstream.logits(model(x))) < 1e-4
+"""
+    for make in (huggingface, segformer, pvt, pvt_v2, glpn)
+    for mode in ("inference_mode", "no_grad")
+}
 
 
-def test_the_first_call_of_a_frozen_model_may_be_compiled():
-    """The first of a process, and then the first of each model."""
-    result = run_python(FIRST)
-    assert result.returncode == 0, result.stderr
+@pytest.fixture(scope="module")
+def first_calls():
+    """Returns the exit code and the words of each first call, which is the first of a process."""
+    return run_pieces(FIRST, FIRST_CALLS)
+
+
+@pytest.mark.parametrize("name", FIRST_CALLS)
+def test_the_first_call_of_a_frozen_model_may_be_compiled(name, first_calls):
+    code, words = first_calls[name]
+    assert code == 0, words
 
 
 @torch.no_grad()
@@ -265,11 +276,10 @@ def test_a_gradient_penalty(make, mode, freeze):
     fused = copy.deepcopy(own)
     if make is not ours or freeze is None:
         ck.accelerate(fused, freeze=freeze)
-    with sdpa_kernel(SDPBackend.MATH):  # of attention that is upstream's
-        with ck.use_backend("reference"):
-            expected = penalty(own, x)
-        with ck.use_backend(*KERNELS_FIRST):
-            found = penalty(fused, x)
+    with sdpa_kernel(SDPBackend.MATH), ck.use_backend("reference"):  # SegFormer's own has none
+        expected = penalty(own, x)
+    with ck.use_backend(*KERNELS_FIRST):
+        found = penalty(fused, x)
     largest = max(each.abs().max() for each in expected[1:] if each is not None)
     assert upstream.relative(found[0], expected[0]) < 1e-4
     for a, b in zip(found[1:], expected[1:], strict=True):

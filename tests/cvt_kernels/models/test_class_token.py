@@ -105,6 +105,33 @@ def test_watched_tokens_are_all_computed(make, freeze, change):
 
 
 @every_form
+@torch.no_grad()
+def test_a_classifier_of_the_same_name_may_read_all_tokens(freeze):
+    """One of somebody else's, which is not in transformers."""
+    own, x = huggingface().eval(), images(2, 32, 48)
+
+    class CvtForImageClassification(type(own)):
+        def forward(self, pixel_values, labels=None, output_hidden_states=None, return_dict=None):
+            return self.cvt(pixel_values).last_hidden_state
+
+    own.__class__ = CvtForImageClassification
+    assert relative(ck.accelerate(copy.deepcopy(own), freeze=freeze)(x), own(x)) < 1e-5
+
+
+@every_form
+def test_loss_and_tuples_of_hugging_face(freeze):
+    original, x = huggingface().eval(), images(2, 32, 48)
+    model = ck.accelerate(copy.deepcopy(original), freeze=freeze)
+    settings = {"labels": torch.tensor([1, 2]), "return_dict": False}
+    with torch.no_grad():
+        queries, (loss, out) = queries_of(model, x, **settings)
+        true_loss, expected = original(x, **settings)
+    assert queries[-1] == 1
+    assert relative(out, expected) < 1e-5
+    torch.testing.assert_close(loss, true_loss)
+
+
+@every_form
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_head_of_hugging_face_normalizes_by_the_operator(freeze, dtype):
     own = huggingface().eval().to(dtype)

@@ -8,10 +8,23 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
 from tests.cvt_kernels.models.served import CVTS, frozen, inputs, outermost_of, stages_of
-from tests.upstream import images, logits, microsoft, ours, pvt_v2, relative, segformer
+from tests.upstream import (
+    clip,
+    images,
+    logits,
+    microsoft,
+    ours,
+    pvt_v2,
+    relative,
+    segformer,
+    timm_pvt_v2,
+    timm_vit,
+    vit,
+)
 
 STAGE, LAYER = "cvt_kernels.frozen_stage.default", "cvt_kernels.frozen_layer.default"
 
@@ -59,7 +72,8 @@ def test_each_stage_is_one_operator(make, served):
     logits(fused(xs[0]))  # transformers records hidden states in the first call, and leaves hooks
     compiled = Compiled(fused, dynamic=True)
     for x in xs:
-        assert relative(logits(compiled(x)), logits(fused(x))) < 1e-5  # not the same bits in torch 2.11
+        tolerance = 1e-5 if make is segformer else 1e-6  # not the same bits in torch 2.11
+        assert relative(logits(compiled(x)), logits(fused(x))) < tolerance
     assert (compiled.counts, len(served)) == ([count], 5 * count)
 
 
@@ -147,15 +161,18 @@ def test_another_size_of_the_result_is_compiled_anew():
     [
         (microsoft, 2, (torch.randn(2, 32, 8, 8),), "blocks.0.norm2"),
         (pvt_v2, 0, (torch.randn(2, 30, 16), 5, 6), "mlp"),
+        (vit, 0, (torch.randn(2, 17, 32),), "mlp"),
+        (clip, 0, (torch.randn(2, 17, 32), None), "mlp"),
+        (timm_vit, 0, (torch.randn(2, 19, 32),), "mlp"),
+        (timm_pvt_v2, 0, (torch.randn(2, 30, 16), (5, 6)), "mlp"),
     ],
-    ids=["stage", "layer"],
 )
 def test_a_hook_within_fires(make, i, args, hooked, served):
     fused, seen = stages_of(frozen(make()))[i], []
     compiled = Compiled(fused)
-    before = compiled(*args)
+    before = pytree.tree_leaves(compiled(*args))
     fused.get_submodule(hooked).register_forward_hook(lambda module, args, out: seen.append(out.shape))
-    after = compiled(*args)
+    after = pytree.tree_leaves(compiled(*args))
     assert (compiled.counts, len(seen), len(served)) == ([1], 1, 1)
     assert all(relative(a, b) < 1e-5 for a, b in zip(after, before, strict=True))
 

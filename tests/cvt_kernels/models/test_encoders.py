@@ -114,7 +114,7 @@ REASONS = {
         {"image_size": 32, "embed_dim": 16, "depths": [1], "num_heads": [1]},
         "it attends in windows",
     ),
-    "DINOv3ViTModel": (_VIT, "its queries and keys are rotated by their places (RoPE)"),
+    "DINOv3ViTModel": (_VIT, "its queries and keys are rotated by position (RoPE)"),
     "InternVLVisionModel": (
         _VIT | {"image_size": [32, 32], "patch_size": [8, 8]},
         "its queries and keys may be normalized",

@@ -49,7 +49,7 @@ every_model = pytest.mark.parametrize("make", MODELS)
 # The same results ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("freeze", "size"), [(True, (64, 64)), (None, (45, 70))], ids=str)
+@pytest.mark.parametrize(("freeze", "size"), [(True, (64, 64)), (True, (45, 70)), (None, (45, 70))], ids=str)
 @every_model
 def test_results_are_as_accurate(make, freeze, size, served):
     own, x = make().eval(), inputs(make, 3, *size)
@@ -247,7 +247,7 @@ def test_a_segmenter_is_replayed_as_a_graph(monkeypatch):
 # Not for training, and not for everything ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [huggingface, microsoft, segformer])
+@pytest.mark.parametrize("make", [*CVTS, segformer])
 def test_gradients_are_those_of_the_blocks(make, served):
     own, x = make().eval(), inputs(make)
     fused = frozen(own)
@@ -383,7 +383,7 @@ def test_verify_compares_what_is_frozen(make, served):
 
 
 @pytest.mark.parametrize(
-    ("make", "path"), [(ours, "stage0"), (pvt_v2, "pvt_v2.encoder.layers.0.blocks.0")], ids=["ours", "pvt_v2"]
+    ("make", "path"), [(ours, "stage0"), (pvt_v2, "pvt_v2.encoder.layers.0")], ids=["ours", "pvt_v2"]
 )
 def test_verify_finds_what_is_frozen_and_wrong(make, path, monkeypatch):
     model, serve = frozen(make()), served_module.tokens_served

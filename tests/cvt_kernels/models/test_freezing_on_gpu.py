@@ -90,7 +90,7 @@ def test_stages_whose_blocks_are_one_operator(monkeypatch):
     """Checks in float64 with random biases, as above; the last block computes the class token alone."""
     called = set()
     note_operators(monkeypatch, called)
-    monkeypatch.setattr(stages, "_are_one_operator", lambda parts: parts.conv.out_channels > 64)
+    monkeypatch.setattr(stages, "_are_one_operator", lambda weight, blocks: weight.shape[0] > 64)
     own = small_model(layer_scale=0.3).double().eval()
     fused = ck.accelerate(copy.deepcopy(own), freeze=True)
     x = images(2, dtype=torch.float64)

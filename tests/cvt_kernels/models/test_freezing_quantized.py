@@ -1,6 +1,7 @@
 """Frozen stages whose linear layers are LinearInt8, all or some."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.cvt_kernels.models.served import (
     rows_of_stages,
     stages_of,
 )
-from tests.upstream import huggingface, images, in_float64, logits, ours, segformer
+from tests.upstream import huggingface, images, in_float64, logits, ours, pvt_v2, segformer
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -130,16 +131,45 @@ def test_other_dtypes(make, dtype, served):
     assert decibels(logits(own(x)), out) >= (20 if dtype == torch.bfloat16 else LEAST_IN_FLOAT64)
 
 
-def test_changed_integers_are_noticed():
+@pytest.mark.parametrize("layer_scale", [None, 0.3])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: layers_of(model)[4].weight.neg_(),
+        lambda model: model.stage1.blocks[0].attn.proj.weight_scale.mul_(2),
+        lambda model: model.stage2.blocks[1].mlp.fc2.bias.add_(torch.arange(48) % 3),
+    ],
+    ids=["integers", "scales", "bias"],
+)
+def test_changes_are_noticed(change, layer_scale, served):
     """Other changes of quantized models are in tests/changes.py."""
-    own, x = quantized(ours()), images()
+    own, x = quantized(small(layer_scale=layer_scale)), images()
     fused = frozen(own)
-    before = fused(x)
-    for model in (own, fused):
-        layers_of(model)[4].weight.neg_()
-    after = fused(x)
-    assert torch.equal(after, frozen(own)(x))
-    assert not torch.equal(after, before)
+    with ck.use_backend(*KERNELS):
+        before = fused(x)
+        for model in (own, fused):
+            change(model)
+        served.clear()
+        after = fused(x)
+        assert len(served) == 3
+        assert torch.equal(after, frozen(own)(x))
+    assert decibels(after, before) < LEAST_IN_FLOAT64
+
+
+@pytest.mark.parametrize("make", [huggingface, pvt_v2])
+def test_copies_pickles_and_restored_models(make, served):
+    own = quantized(make())
+    fused, x = frozen(own), images()
+    with ck.use_backend(*KERNELS):
+        expected = logits(fused(x))
+        for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+            served.clear()
+            assert torch.equal(logits(other(x)), expected)
+            assert len(served) == len(outermost_of(own))
+            assert other.state_dict().keys() == own.state_dict().keys()
+        served.clear()
+        ck.restore(fused)(x)
+        assert not served
 
 
 # Reports --------------------------------------------------------------------------------------------------

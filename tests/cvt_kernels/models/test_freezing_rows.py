@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -145,6 +146,33 @@ def test_quantized_layers(backends, chosen, served):
         assert decibels(own(x), out) > 25
 
 
+def set_all(stage, name, value):
+    for block in stage.blocks:
+        setattr(block if name == "token_keep" else block.attn, name, value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda stage: setattr(stage.blocks[1], "token_keep", 0.3),
+        lambda stage: setattr(stage.blocks[0], "token_keep", "entropy"),
+        lambda stage: setattr(stage.blocks[0], "token_keep", 1.0),
+        lambda stage: set_all(stage, "token_keep", 1.0),
+        lambda stage: set_all(stage, "pool", "avg"),
+    ],
+)
+def test_changed_settings_are_noticed(change, chosen, served):
+    own = make()
+    fused, x = frozen(own), images(2, 20, 20)
+    before = fused(x)
+    change(fused.stage1)
+    change(own.stage1)
+    out = fused(x)
+    assert len(served) == 4
+    assert not torch.equal(out, before)
+    torch.testing.assert_close(out, own(x), rtol=1e-4, atol=1e-5)
+
+
 def test_changed_bounds_are_noticed(chosen):
     own = make("entropy", bounds=(0.2, 0.3))
     fused, x = frozen(own), images(2, 20, 20)
@@ -184,3 +212,15 @@ def test_under_torch_compile_a_stage_is_one_operator(chosen, served):
     assert torch.equal(compiled(x), expected)
     assert len(served) == 4
     assert torch.equal(*chosen.rows)
+
+
+def test_copies_pickles_and_restored_models(served):
+    fused, x = frozen(make()), images(2, 20, 20)
+    out = fused(x)
+    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        served.clear()
+        assert torch.equal(other(x), out)
+        assert len(served) == 2
+    served.clear()
+    torch.testing.assert_close(ck.restore(fused)(x), out, rtol=1e-4, atol=1e-5)
+    assert not served

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -24,6 +25,8 @@ from tests.upstream import (
     segformer,
 )
 
+every_model = pytest.mark.parametrize("make", MODELS)
+
 
 def accelerated(make, **settings):
     return ck.accelerate(make().eval(), **settings)
@@ -32,6 +35,44 @@ def accelerated(make, **settings):
 def twin(model, **settings):
     """Returns an accelerated copy of a model with other settings."""
     return ck.accelerate(ck.restore(copy.deepcopy(model)), **settings)
+
+
+@every_model
+def test_it_trains_and_serves_in_turns(make, served):
+    model, x = accelerated(make), inputs(make)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    for turn in range(3):
+        with torch.no_grad():
+            out = logits(model.eval()(x))
+            assert len(served) == (turn + 1) * len(outermost_of(model))
+            torch.testing.assert_close(out, logits(ck.restore(copy.deepcopy(model))(x)), rtol=1e-3, atol=1e-4)
+        logits(model.train()(x)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("freeze", [None, True])
+@every_model
+def test_it_is_copied_pickled_restored_and_accelerated_again(make, freeze, served):
+    model, x = accelerated(make), inputs(make)
+    own = ck.restore(copy.deepcopy(model))
+    names = [type(module).__name__ for module in own.modules()]
+    ck.accelerate(model, freeze=freeze)
+    assert [type(module).__name__ for module in model.modules()] == names
+    assert all(row.fused for row in ck.coverage(model))
+    others = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), ck.accelerate(model, freeze=freeze)
+    with torch.no_grad():
+        expected = logits(model(x))
+        for other in (*others, copy.deepcopy(model)):
+            served.clear()
+            assert torch.equal(logits(other(x)), expected)
+            assert len(served) == len(outermost_of(model))
+            assert other.state_dict().keys() == own.state_dict().keys()
+        served.clear()
+        assert [type(m) for m in ck.restore(model).modules()] == [type(m) for m in make().modules()]
+        assert not any("cvt_kernels" in name for module in model.modules() for name in vars(module))
+        model.train()(x)
+    assert served == []
 
 
 @pytest.mark.parametrize("freeze", [False, None, True])

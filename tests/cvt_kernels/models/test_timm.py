@@ -157,6 +157,8 @@ def test_grids_in_one_argument(served):
         block(x, (5, 6))
     with pytest.raises(TypeError):
         block(x)
+    with pytest.raises(TypeError, match="unflatten"):
+        block(x, 24)
 
 
 @torch.no_grad()

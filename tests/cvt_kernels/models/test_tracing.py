@@ -26,6 +26,7 @@ from tests.upstream import (
     pvt,
     pvt_v2,
     relative,
+    segformer,
 )
 
 pytestmark = [
@@ -37,6 +38,11 @@ pytestmark = [
 ]
 
 BATCH = {0: torch.export.Dim("batch")}
+FOUR_STAGES = {
+    "num_encoder_blocks": 4, "depths": [1] * 4, "hidden_sizes": [8, 8, 16, 16],
+    "num_attention_heads": [1, 1, 2, 2], "patch_sizes": [7, 3, 3, 3], "strides": [4, 2, 2, 2],
+    "mlp_ratios": [2] * 4, "sr_ratios": [4, 2, 1, 1],
+}  # fmt: skip
 
 
 class Logits(nn.Module):
@@ -134,6 +140,28 @@ def test_exported_programs_hold_pytorchs_own(make, strict):
             assert relative(program.module()(images(5)), own(images(5))) < 1e-5
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("make", [huggingface, microsoft])
+def test_symbolic_traces(make):
+    for model, own in models(make, make()):
+        graph = torch.fx.symbolic_trace(copy.deepcopy(own)).graph
+        traced = torch.fx.symbolic_trace(model)
+        assert [node.op for node in traced.graph.nodes] == [node.op for node in graph.nodes]
+        with ck.use_backend("sdpa", "reference"):
+            assert relative(traced(images()), own(images())) < 1e-5
+
+
+class OfMaps(nn.Module):
+    """A head of four maps."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, a, b, c, d):
+        return self.head((a, b, c, d))
+
+
 class Leaves(torch.fx.Tracer):
     """A tracer that calls layers, which look at the sizes of their inputs."""
 
@@ -154,6 +182,17 @@ def test_symbolic_traces_of_whole_models(make, freeze):
     assert [(node.op, str(node.target)) for node in graph.nodes] == [
         (node.op, str(node.target)) for node in expected.nodes
     ]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("freeze", [None, True, False])
+def test_symbolic_traces_of_a_decode_head(freeze):
+    own = segformer(**FOUR_STAGES)
+    fused = ck.accelerate(copy.deepcopy(own), freeze=freeze)
+    maps = own(images(), output_hidden_states=True).hidden_states
+    traced = torch.fx.symbolic_trace(OfMaps(fused.decode_head))
+    assert len(traced.graph.nodes) == len(torch.fx.symbolic_trace(OfMaps(own.decode_head)).graph.nodes)
+    assert relative(traced(*maps), own.decode_head(maps)) < 1e-5
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from tests.upstream import (
     microsoft,
     microsoft_plain,
     ours,
+    pvt_v2,
 )
 
 verify_module = importlib.import_module("cvt_kernels.models.verify")  # of the name of a function
@@ -117,6 +118,25 @@ def test_a_wrong_operator_is_found_in_evaluation_alone():
     spoil("attention", lambda out: torch.cat([out[:1], 1.001 * out[1:]]))
     report = ck.verify(microsoft(), images(4), rounds=1, evaluation_only=True)
     assert report.failures[0].startswith("stage0.blocks.0, evaluation")
+
+
+def test_each_run_is_logged(caplog):
+    with caplog.at_level("INFO", "cvt_kernels"):
+        ck.verify(ours(), images(1), rounds=1, progress=False, evaluation_only=True)
+    messages = [each.getMessage() for each in caplog.records if each.getMessage().startswith("verify")]
+    assert [each.split(", ")[0] for each in messages] == [f"verify: run {i} of 7" for i in range(1, 8)]
+    assert all(re.fullmatch(r".*, after \d{1,3} seconds", each) for each in messages)
+
+
+@torch.no_grad()
+def test_what_runs_as_one_does_so_while_it_is_compared(served):
+    model = ck.accelerate(pvt_v2().eval())
+    paths = [f"pvt_v2.encoder.layers.{i}" for i in range(2)]
+    assert verify_module._served_paths(model) == paths
+    with verify_module._outputs_of(model, ["", *paths]) as seen:
+        model(images())
+    assert [args[0] for args in served] == [model.get_submodule(path) for path in paths]
+    assert list(seen) == [*paths, ""]
 
 
 def test_the_report_names_the_parameter_and_what_to_do():
@@ -270,6 +290,15 @@ def test_a_bar_is_drawn_on_a_terminal(monkeypatch):
     assert re.search(r"/11 \[\d\d:\d\d<\d\d:\d\d", drawn[1])  # the time left
     assert "0/11 [" in drawn[1]  # three recorded runs; two models timed twice, with a run that warms up
     assert not drawn[1].split("\r")[-1].strip()
+
+
+@pytest.mark.parametrize("disturbed", [False, True])
+def test_speeds_beside_other_programs_are_said_to_be_rough(disturbed, monkeypatch):
+    waited = itertools.count()
+    monkeypatch.setattr(clock, "waited_seconds", lambda: float(next(waited)) if disturbed else 0.0)
+    report = ck.verify(ours(), images(1), rounds=1)
+    assert (report.evaluation.is_disturbed, report.training.is_disturbed) == (disturbed, disturbed)
+    assert (clock.DISTURBED in str(report).splitlines()) == disturbed
 
 
 def test_no_parameter_to_train():

@@ -479,3 +479,17 @@ def test_compiled_as_one_graph():
     out = run(compiled, x)
     assert decibels(run(model, x), out) > 80
     assert 20 < decibels(expected, out) < 80
+
+
+def test_gradients_of_inputs_and_biases_pass(model):
+    x = images(1, 32, 32).requires_grad_()
+    model(x).sin().sum().backward()
+    expected = x.grad.clone()
+    x.grad = None
+    ck.quantize(model)
+    with ck.use_backend("reference"):
+        out = model(x)
+        assert torch.equal(out.detach(), run(model, x))
+    out.sin().sum().backward()
+    assert decibels(expected, x.grad) > 10
+    assert all(p.grad is not None for p in model.parameters())

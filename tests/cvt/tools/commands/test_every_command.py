@@ -15,6 +15,7 @@ import pytest
 from cvt.tools import commands
 from cvt.tools.commands import COMMANDS, main, paths
 from cvt_kernels import backends
+from cvt_kernels.tuning import clock
 from tests.checks import Terminal
 from tests.cvt.tools.commands.test_refusals import parsers
 from tests.processes import run_python
@@ -193,4 +194,12 @@ def test_bars_are_drawn_on_a_terminal_and_wiped_away(words, titles, capsys, tmp_
     assert capsys.readouterr().out.endswith("\n")
 
 
-# Files of other commands ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("words", ["evaluate --data digits", f"prune --mlp 0.25 {_NEW}"])
+def test_a_speed_beside_other_programs_is_said_to_be_rough(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(clock.Times, "is_disturbed", True)
+    assert main([*words.split(), *_DIGITS.split(), "--json", "figures.json"]) == 0
+    assert capsys.readouterr().err == f"cvt {words.split()[0]}: {clock.DISTURBED}\n"
+    content = json.loads(Path("figures.json").read_text())
+    figures = [content["before"], content["after"]] if "after" in content else [content]
+    assert all(each["is_disturbed"] for each in figures)

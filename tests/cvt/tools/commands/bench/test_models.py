@@ -136,6 +136,8 @@ def test_a_wrong_model_is_never_timed(train, monkeypatch):
         ("pvt_tiny", 13.2, 1.9e9),
         ("pvt_v2_b0", 3.7, 0.57e9),
         ("vit_s16", 22.1, 4.6e9),
+        ("vit_b16", 86.6, 17.6e9),
+        ("clip_b32", 87.8, 4.4e9),
     ],
 )
 def test_sizes_are_the_published_ones(name, millions, multiply_adds, monkeypatch):
