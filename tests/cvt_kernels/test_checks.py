@@ -77,3 +77,8 @@ def test_large_values_are_shortened(check, value, got):
     with pytest.raises((TypeError, ValueError), match=f"^x: got {re.escape(got)}.*, expected") as caught:
         check(value)
     assert len(str(caught.value)) < 150
+
+
+def test_float64_is_like_no_other_dtype_under_autocast():
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="w: has dtype float64"):
+        checks.check_like("w", torch.ones(2, dtype=torch.float64), "x", torch.ones(2))

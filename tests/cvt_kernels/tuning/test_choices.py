@@ -145,6 +145,15 @@ def test_the_folder_without_a_cache_directory(monkeypatch, home, tmp_path):
     assert choices.cache_directory() == tmp_path / ".cache" / "cvt_kernels"
 
 
+def test_a_file_is_for_its_user_alone_to_write_whatever_the_umask():
+    before = os.umask(0)
+    try:
+        path = written()
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
 def test_a_folder_that_others_may_write_is_not_written():
     folder = choices.path(CPU).parent
     folder.mkdir(parents=True)
