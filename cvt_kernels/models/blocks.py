@@ -111,8 +111,9 @@ class BlockParts(NamedTuple):
         num_heads, scale: Heads of attention, and the factor on the scores.
         proj: The linear layer after attention.
         fc1, fc2: The linear layers of the MLP.
-        activation: The module of its GELU; None where the MLP computes it, as :func:`cvt_kernels.gelu` does
-            that of the name ``gelu``.
+        activation: The module of its GELU; None where the MLP computes it.
+        gelu: That GELU, as :func:`cvt_kernels.gelu` names it; where a module computes it, of prepared parts
+            only.
         branches: Convolution and BatchNorm of Q, of K and of V, or lists of such pairs that are summed.
         reduction: The convolution that makes the tokens of keys and values, and its LayerNorm.
         pooling: The same in linear attention: pooling, a 1×1 convolution, a LayerNorm and a GELU.
@@ -176,6 +177,7 @@ class BlockParts(NamedTuple):
             drop_path=_unless_identity(self.drop_path),
             layer_scales=tuple(map(_unless_identity, self.layer_scales)),
             relu=_unless_identity(self.relu),
+            gelu=self.approximate,
             convs=() if shadowed else tuple(map(branch_of, self.branches)),
             norms=() if shadowed else tuple(norm for _, norm in pairs),
         )
@@ -539,7 +541,7 @@ class BlockEntry(NamedTuple):
         if given is None or not isinstance(x := given[0], Tensor):
             return None
         grid = given[1] if count == 2 else (x.shape[1], 1) if count == 1 and x.ndim == 3 else given[1:]
-        if not isinstance(grid, tuple | list) or len(grid) != 2 or grid[0] is None or grid[1] is None:
+        if grid is None or type(grid) is int or len(grid) != 2 or grid[0] is None or grid[1] is None:
             return None
         return x, (grid[0], grid[1])
 

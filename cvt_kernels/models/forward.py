@@ -409,7 +409,7 @@ def _mlp_with_residual(parts: BlockParts, fc2: _End, y: Any, stream: Tensor) -> 
     factors = _factors_of_images(parts.drop_path, rate, y, stream, drops_sum=parts.drops_sum)
     layers = fc1.weight, fc1.bias, fc2.layer.weight, fc2.layer.bias
     settings: dict[str, Any] = {"scale": factors, "scales_sum": parts.drops_sum}
-    return mlp_add(y, *layers, stream, approximate=parts.approximate, **settings)
+    return mlp_add(y, *layers, stream, approximate=parts.gelu, **settings)
 
 
 def _is_idle(drop: Any) -> bool:
@@ -538,7 +538,7 @@ def _tokens_of_heads(parts: BlockParts, y: Tensor, grid: tuple[int, int]) -> lis
 
 
 def _activate(parts: BlockParts, y: Any, grid: tuple[int, int]) -> Tensor:
-    mix, approximate = parts.mix, parts.approximate
+    mix, approximate = parts.mix, parts.gelu
     if mix is None:
         return call(parts.drops[1], apply_linear_and_gelu(parts.fc1, y, approximate=approximate))
     hidden = call(parts.relu, apply_linear(parts.fc1, y))

@@ -178,18 +178,13 @@ def _through_both(
     else:
         tokens = linear(tokens, weight)
     part, bias = part.to(dtype), None if bias is None else bias.to(dtype)
-    if (
-        total is not None
-        and bias is None
-        and modes.may_change(total, tokens, part)
-        and total.dtype == tokens.dtype == part.dtype
-        and total.is_contiguous()
-        and not modes.autocast_enabled(total)
-    ):
-        total.flatten(0, 1).addmm_(tokens.flatten(0, 1), part.t())
-        return total
-    tokens = linear(tokens, part, bias)
-    return tokens if total is None else _add(total, tokens)
+    if total is None or bias is not None or not modes.may_change(total, tokens, part):
+        tokens = linear(tokens, part, bias)
+        return tokens if total is None else _add(total, tokens)
+    same = total.dtype == tokens.dtype == part.dtype and not modes.autocast_enabled(total)
+    if not (same and total.is_contiguous()):
+        return _add(total, linear(tokens, part))
+    return total.flatten(0, 1).addmm_(tokens.flatten(0, 1), part.t()).view_as(total)
 
 
 def _add(total: Tensor, tokens: Tensor) -> Tensor:

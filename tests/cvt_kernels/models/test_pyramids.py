@@ -329,8 +329,9 @@ def test_a_forward_of_another_version_is_refused(make):
     def forward(self, hidden_states, height, width, tokens_to_keep):
         raise NotImplementedError
 
+    forward = types.FunctionType(forward.__code__, {"__name__": kind.__module__})
     forward.__qualname__ = f"{kind.__name__}.forward"
-    changed = type(kind.__name__, (nn.Module,), {"forward": forward, "__module__": __name__})
+    changed = type(kind.__name__, (nn.Module,), {"forward": forward, "__module__": kind.__module__})
     for module in model.modules():
         if type(module) is kind:
             module.__class__ = changed
