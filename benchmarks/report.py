@@ -47,7 +47,7 @@ KERNELS = "benchmarks kernels"
 SHORT = """\
 # Results
 
-**All weights are random**: no published checkpoint could be had here. With yours:
+**All weights are random.** With yours:
 
     cvt bench --checkpoint microsoft/cvt-13 --batch-size 1 8 --peers openvino,openvino-int8,accelerate-int8
 
