@@ -27,17 +27,25 @@ void pack_query(const T* q, int64_t head_dim, A power, Factor<T>* out) {
 // Packs keys (keys, head_dim) as panels (depth, keys of the panel), with zeros beyond the last key.
 template <class T>
 void pack_keys(const T* k, int64_t stride, int64_t keys, int64_t head_dim, Factor<T>* out) {
+  constexpr int side = VectorOf<T>::lanes;
   const int64_t depth = ceil_div(head_dim, kDepth<T>);
   for_panels<Accumulator<T>>(keys, [&](int64_t start, auto vectors) LAMBDA_INLINE {
-    constexpr int width = vectors * VectorOf<T>::lanes;
-    Factor<T>* panel = out + start * depth;
-    for (int lane = 0; lane < width; lane++) {
-      Factor<T> copy[kMaxHeadDim];
-      const Factor<T>* row = copy;
-      if (start + lane >= keys) std::memset(copy, 0, depth * sizeof(Factor<T>));
-      else if constexpr (std::is_same_v<T, Factor<T>>) row = k + (start + lane) * stride;
-      else pack_row<T>(k + (start + lane) * stride, head_dim, copy);
-      for (int64_t d = 0; d < depth; d++) panel[d * width + lane] = row[d];
+    constexpr int width = vectors * side;
+    for (int64_t first = start; first < start + width; first += side) {
+      Factor<T>* panel = out + start * depth + first - start;
+      int64_t turned = 0;  // so many factors of all keys of a vector are packed as squares
+      if constexpr (std::is_same_v<T, Factor<T>> || kPaired<T>) {
+        const int64_t squares = first + side <= keys ? head_dim / kDepth<T> / side : 0;
+        for (; turned < squares * side; turned += side) {
+          turn_square(k + first * stride + turned * kDepth<T>, stride * sizeof(T), panel + turned * width, width);
+        }
+      }
+      for (int lane = 0; turned < depth && lane < side; lane++) {
+        Factor<T> row[kMaxHeadDim];
+        if (first + lane >= keys) std::memset(row, 0, depth * sizeof(Factor<T>));
+        else pack_row<T>(k + (first + lane) * stride, head_dim, row);
+        for (int64_t d = turned; d < depth; d++) panel[d * width + lane] = row[d];
+      }
     }
   });
 }

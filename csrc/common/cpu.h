@@ -48,7 +48,16 @@ inline bool is_compiled_for(const std::string& set) {
   return std::string(CVT_KERNELS_CPU_SETS).find(" " + set + " ") != std::string::npos;
 }
 
-// The latest instruction set that this CPU and the build have, or the one of a name, if this CPU has it.
+// Whether the CPU multiplies pairs of bfloat16 at half of float32's rate, so that widened numbers are multiplied faster: Intel's
+// cores with AMX do, of which a virtual machine may hide AMX (Emerald Rapids, 2026-11-30: 86 and 176 GFLOP/s). No flag says it;
+// they have 16-bit floats, as AMD's from Zen 6 on, but not AVX512-VP2INTERSECT, as AMD's from Zen 5 on.
+inline bool has_slow_pairs() {
+  constexpr unsigned int kIntersect = 1u << 8, kHalf = 1u << 23;
+  return (CpuId(7).edx & (kIntersect | kHalf)) == kHalf;
+}
+
+// The latest instruction set that this CPU and the build have, or the one of a name, if this CPU has it. Pairs of bfloat16 that
+// are slow come last but one of those with AVX-512.
 inline InstructionSet find_instruction_set(const std::string& name) {
   const auto is_wanted = [&](const char* set) { return name.empty() ? is_compiled_for(set) : name == set; };
 #ifdef __x86_64__
@@ -60,8 +69,9 @@ inline InstructionSet find_instruction_set(const std::string& name) {
   const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
   const bool wants_tiles = bf16 && is_wanted("amx_bf16");
   if (wants_tiles && has_tiles() && (!name.empty() || tiles_work())) return InstructionSet::amx_bf16;
-  if (bf16 && is_wanted("avx512_bf16")) return InstructionSet::avx512_bf16;
+  if (bf16 && is_wanted("avx512_bf16") && !has_slow_pairs()) return InstructionSet::avx512_bf16;
   if (vnni && is_wanted("avx512_vnni")) return InstructionSet::avx512_vnni;
+  if (bf16 && is_wanted("avx512_bf16")) return InstructionSet::avx512_bf16;
   if (avx512 && is_wanted("avx512")) return InstructionSet::avx512;
   if (avx2 && avx_vnni && is_wanted("avx2_vnni")) return InstructionSet::avx2_vnni;
   if (avx2 && is_wanted("avx2")) return InstructionSet::avx2;

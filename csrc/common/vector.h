@@ -147,6 +147,17 @@ VECTOR_INLINE Vector<float> widen_half(Narrow bits) { return float_of_half(widen
 VECTOR_INLINE Narrow narrow_half(Vector<float> x) { return narrow(half_of(x)); }
 #endif
 
+// Calls f with the constants 0 to n − 1.
+template <int... i, class F>
+VECTOR_INLINE void unroll(std::integer_sequence<int, i...>, F f) {
+  (f(std::integral_constant<int, i>{}), ...);
+}
+
+template <int n, class F>
+VECTOR_INLINE void unroll(F f) {
+  unroll(std::make_integer_sequence<int, n>{}, f);
+}
+
 // Half of the lanes of a vector, from `first` on.
 template <class E, int bytes, int first, int... lane>
 VECTOR_INLINE auto half(typename Native<E, bytes>::Type v, std::integer_sequence<int, lane...>) {
@@ -182,6 +193,40 @@ VECTOR_INLINE E sum(Vector<E> x) {
 template <class E>
 VECTOR_INLINE E largest(Vector<E> x) {
   return reduce<E>(x.v, [](auto a, auto b) LAMBDA_INLINE { return a > b ? a : b; });
+}
+
+// Two vectors, with the lanes of one in which a bit of the number is set exchanged for those of the other in which it is not.
+template <int bit, class V, int... lane>
+VECTOR_INLINE void exchange(V& a, V& b, std::integer_sequence<int, lane...>) {
+#if __has_builtin(__builtin_shufflevector)
+  constexpr int lanes = sizeof...(lane);
+  const V low = __builtin_shufflevector(a, b, (lane & bit ? lanes + lane - bit : lane)...);
+  b = __builtin_shufflevector(a, b, (lane & bit ? lanes + lane : lane + bit)...);
+  a = low;
+#else
+  const V both[] = {a, b};
+  ((a[lane] = lane & bit ? both[1][lane - bit] : both[0][lane]), ...);
+  ((b[lane] = lane & bit ? both[1][lane] : both[0][lane + bit]), ...);
+#endif
+}
+
+// Copies a square of numbers, as many as a vector has lanes on a side, with rows as columns. Rows to be read lie `from_bytes`
+// apart.
+template <class E>
+void turn_square(const void* from, int64_t from_bytes, E* to, int64_t to_stride) {
+  using V = typename Vector<E>::Type;
+  constexpr int side = Vector<E>::lanes;
+  V rows[side];
+  for (int row = 0; row < side; row++) std::memcpy(&rows[row], static_cast<const char*>(from) + row * from_bytes, sizeof(V));
+  const auto exchange_by = [&](auto bit) LAMBDA_INLINE {
+    unroll<side>([&](auto row) LAMBDA_INLINE {
+      if constexpr ((row & bit) == 0) exchange<bit>(rows[row], rows[row + bit], std::make_integer_sequence<int, side>{});
+    });
+  };
+  unroll<4>([&](auto i) LAMBDA_INLINE {
+    if constexpr (1 << i < side) exchange_by(std::integral_constant<int, 1 << i>{});
+  });
+  for (int row = 0; row < side; row++) std::memcpy(to + row * to_stride, &rows[row], sizeof(V));
 }
 
 // The lanes of a vector that lie within a row: all, or the first `size`.
@@ -247,17 +292,6 @@ VECTOR_INLINE Vector<E> keep(Vector<E> x, Part part, Vector<E> other = E(0)) {
   decltype(x.v < x.v) within{};
   for (int lane = 0; lane < Vector<E>::lanes; lane++) within[lane] = -Index{lane < part.size};
   return select(within, x, other);
-}
-
-// Calls f with the constants 0 to n − 1.
-template <int... i, class F>
-VECTOR_INLINE void unroll(std::integer_sequence<int, i...>, F f) {
-  (f(std::integral_constant<int, i>{}), ...);
-}
-
-template <int n, class F>
-VECTOR_INLINE void unroll(F f) {
-  unroll(std::make_integer_sequence<int, n>{}, f);
 }
 
 // Calls f(index, lanes, i) for every vector of a row; i, from 0 to 3, tells neighbors apart, so that each may add to a

@@ -17,10 +17,6 @@ using layer_norm_gelu::Activation;
 
 constexpr int64_t kHidden = 384;  // the most hidden channels that are held at once behind the activation
 
-// If fc2 is quantized, all hidden channels of some rows are held at once.
-constexpr int64_t kHiddenBytes = 256 << 10;  // of them, which stay in L2,
-constexpr int64_t kFewestRows = 24;          // but at least of so many rows
-
 struct AnyBlock {
   int64_t images, height, width, channels;
   Norm norm1, norm2;

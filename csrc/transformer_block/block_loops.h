@@ -10,6 +10,10 @@
 namespace cvt_kernels::transformer_block {
 namespace {
 
+// If fc2 is quantized, all hidden channels of some rows are held at once.
+constexpr int64_t kHiddenBytes = 256 << 10;             // of them, which stay in L2,
+constexpr int64_t kFewestRows = kTiles ? kAtOnce : 24;  // but at least of so many rows
+
 // Normalizes adjacent tokens of T into rows of factors.
 template <class T, class E>
 void normalize_rows(const Norm& norm, const T* tokens, int64_t rows, int64_t channels, float* copy, E* a, int64_t stride) {
@@ -26,6 +30,18 @@ inline Rounded take_rounded(Parts& parts, int64_t rows, std::initializer_list<co
   int64_t bytes = 0;
   for (const Linear* linear : layers) bytes = at_least(rounded_bytes(*linear), bytes);
   return {parts.take<char>(rows * bytes), parts.take<float>(bytes == 0 ? 0 : rows)};
+}
+
+// Rounds activation(fc1) for fc2, where both layers are quantized and the rows are rounded for fc1; `copy` has room for a row of
+// the result.
+inline void round_hidden(const AnyBlock& block, int64_t rows, int32_t* sums, int64_t stride, float* copy,
+                         const Rounded& rounded) {
+  const Linear& fc1 = block.fc1;
+  TileUse::release();
+  for (int64_t begin = 0; begin < fc1.outputs; begin += kSums) {
+    fc1.integers->multiply(rounded.values, rows, fc1.weight, fc1.inputs, begin, sums + begin, stride);
+  }
+  fc1.integers->requantize(fc1, block.activation, sums, stride, rows, copy, rounded.values, rounded.scales);
 }
 
 inline int64_t sums_stride_of(const AnyBlock& block) { return round_up(block.channels, kColumns) + kLanes; }

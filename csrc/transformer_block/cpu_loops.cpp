@@ -260,19 +260,6 @@ void normalize_for_fc1(const Block& block, const T* x, int64_t rows, const Atten
   }
 }
 
-// Rounds activation(fc1) of some rows that are normalized, where both layers of the MLP are quantized.
-template <class E>
-void round_hidden(const Block& block, int64_t rows, const Attending<E>& scratch) {
-  const Linear& fc1 = block.fc1;
-  TileUse::release();
-  for (int64_t begin = 0; begin < fc1.outputs; begin += kSums) {
-    fc1.integers->multiply(scratch.rounded.values, rows, fc1.weight, fc1.inputs, begin, scratch.hidden_sums + begin,
-                           scratch.hidden_stride);
-  }
-  fc1.integers->requantize(fc1, block.activation, scratch.hidden_sums, scratch.hidden_stride, rows, scratch.copy,
-                           scratch.rounded.values, scratch.rounded.scales);
-}
-
 // Adds fc2(activation(fc1(norm2(x)))) of some rows to x, where fc2 is quantized.
 template <Activation activation, class T, class E>
 void add_quantized_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, T* x) {
@@ -282,7 +269,7 @@ void add_quantized_mlp(const Block& block, int64_t rows, const Attending<E>& scr
     T* to = x + first * block.channels;
     normalize_for_fc1(block, to, count, scratch);
     if (block.fc1.integers != nullptr) {
-      round_hidden(block, count, scratch);
+      round_hidden(block, count, scratch.hidden_sums, scratch.hidden_stride, scratch.copy, scratch.rounded);
     } else {
       fill_hidden<activation, T>(block, count, 0, block.fc1.outputs, scratch);
       round_rows(block.fc2, scratch.hidden, scratch.hidden_stride, count, scratch.rounded);

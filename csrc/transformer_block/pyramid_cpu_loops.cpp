@@ -159,18 +159,25 @@ void attend_run(const Block& block, const Run& run, int64_t previous, void* memo
 
 // The third step: the feed-forward layers -----------------------------------------------------------------
 
+// Whether fc2 takes what fc1 gives as rounded numbers.
+bool rounds_hidden(const Block& block) {
+  return block.conv == nullptr && block.fc1.integers != nullptr && block.fc2.integers != nullptr;
+}
+
 // The most rows of a band that are made together.
 template <class E>
 int64_t rows_of_step(const Block& block) {
   const int64_t width = mixed_grid(block).width;
   if (block.fc2.integers == nullptr) return at_most(rows_together(width), block.band_rows);
-  const int64_t most = kHiddenBytes / (stride_of<E>(block.fc1.outputs) * static_cast<int64_t>(sizeof(E)));
+  const int64_t bytes = rounds_hidden(block) ? sizeof(int32_t) : sizeof(E);
+  const int64_t most = kHiddenBytes / (stride_of<E>(block.fc1.outputs) * bytes);
   return at_most(at_least<int64_t>(at_most(at_least(most, kFewestRows), kTileRows) / width, 1), block.band_rows);
 }
 
 template <class E>
 struct Mixing {
   E *a, *hidden, *activated;
+  int32_t* hidden_sums;  // in the place of what is activated, if fc2 takes rounded numbers
   float *tile, *sums, *copy;
   Rounded rounded;
   int64_t first, held;  // the row in the first place of hidden, and the places; rows beyond these take the first ones again
@@ -188,10 +195,12 @@ struct Mixing {
     part_stride = stride_of<E>(part);
     a = parts.take<E>(kTileRows * a_stride);
     hidden = parts.take<E>(block.conv == nullptr || block.hidden != nullptr ? 0 : held * grid.width * hidden_stride);
-    activated = parts.take<E>(tokens * part_stride);
+    const bool rounds = rounds_hidden(block);
+    activated = parts.take<E>(rounds ? 0 : tokens * part_stride);
+    hidden_sums = parts.take<int32_t>(rounds ? tokens * part_stride : 0);
     tile = parts.take<float>(at_least(tokens, kTileRows) * kTileColumns);
     sums = parts.take<float>(whole ? 0 : tokens * sums_stride);
-    copy = parts.take<float>(padded(block.channels));
+    copy = parts.take<float>(padded(rounds ? at_least(block.channels, block.fc1.outputs) : block.channels));
     rounded = take_rounded(parts, at_least(tokens, kTileRows), {&block.fc1, &block.fc2});
   }
 
@@ -278,10 +287,9 @@ void activate_rows(const Block& block, int64_t rows, int64_t begin, int64_t end,
         });
 }
 
-// out = y + fc2(activated) for some tokens, where fc2 is quantized.
+// out = y + fc2(hidden channels that are rounded) for some tokens.
 template <class T, class E>
 void add_quantized_fc2(const Block& block, const T* y, int64_t rows, const Mixing<E>& scratch, T* out) {
-  round_rows(block.fc2, scratch.activated, scratch.part_stride, rows, scratch.rounded);
   apply(block.fc2, 0, block.channels, scratch.rounded, rows, reinterpret_cast<int32_t*>(scratch.tile),
         [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
           const int64_t place = r * block.channels + c;
@@ -296,11 +304,16 @@ void mix_rows(const Block& block, const Image<T>& image, int64_t begin, int64_t 
     normalize_rows(block.norm2, image.y + offset, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
     round_rows(block.fc1, scratch.a, scratch.a_stride, rows, scratch.rounded);
   }
+  if (rounds_hidden(block)) {
+    round_hidden(block, rows, scratch.hidden_sums, scratch.part_stride, scratch.copy, scratch.rounded);
+    return add_quantized_fc2(block, image.y + offset, rows, scratch, image.out + offset);
+  }
   for (int64_t first = 0; first < block.fc1.outputs; first += scratch.part) {
     const int64_t last = at_most(block.fc1.outputs, first + scratch.part);
     if (block.conv != nullptr) convolve_rows<activation>(block, begin, end, first, last - first, scratch);
     else activate_rows<activation, T>(block, rows, first, last, scratch);
     if (block.fc2.integers != nullptr) {
+      round_rows(block.fc2, scratch.activated, scratch.part_stride, rows, scratch.rounded);
       return add_quantized_fc2(block, image.y + offset, rows, scratch, image.out + offset);
     }
     pad_rows(scratch.activated, rows, scratch.part_stride, last - first);

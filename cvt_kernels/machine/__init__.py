@@ -27,7 +27,7 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..messages import stacklevel_of_caller
-from .toolkit import cpu_sets_here, find_nvcc
+from .toolkit import CPU_SETS, cpu_flags, cpu_sets_here, find_nvcc
 
 #: Whether Triton's interpreter runs the kernels, on the CPU.
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -276,10 +276,15 @@ def _cpu_sets(compiled: list[str]) -> str:
 
 @functools.cache
 def cpu_sets() -> frozenset[str]:
-    """Returns the instruction sets of this CPU, up to ``CVT_KERNELS_CPU`` where that is set."""
-    names = cpu_sets_here()
+    """Returns the instruction sets of this CPU up to the one that serves: ``CVT_KERNELS_CPU``, or the best.
+
+    ``avx512_fp16``, which only PyTorch uses, is among them where the CPU has it.
+    """
+    names, order = cpu_sets_here(), list(CPU_SETS)
     most = os.environ.get("CVT_KERNELS_CPU")
-    return frozenset(names[: names.index(most) + 1] if most in names else names)
+    most = most if most in names else names[-1]
+    served = {name for name in names if order.index(name) <= order.index(most)}
+    return frozenset(served | cpu_flags() & {"avx512_fp16"})
 
 
 def installed_version(package: str) -> str | None:

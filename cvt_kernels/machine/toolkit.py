@@ -23,19 +23,30 @@ CPU_SETS["avx512_bf16"] = f"{CPU_SETS['avx512_vnni']} avx512_bf16"
 CPU_SETS["amx_bf16"] = f"{CPU_SETS['avx512_bf16']} amx_tile amx_bf16 amx_int8"
 
 
-def cpu_sets_here() -> list[str]:
-    """Returns the instruction sets of CPU_SETS that this CPU has: ``plain`` alone where it is no x86-64.
-
-    Tiles are among them where Linux lets this process use them.
-    """
+def cpu_flags() -> set[str]:
+    """Returns the flags of the CPU, as Linux on x86-64 calls them; none elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         lines = []
     flags = next((line for line in lines if line.startswith("flags")), "")
-    has = set(flags.partition(":")[2].split())
+    return set(flags.partition(":")[2].split())
+
+
+def cpu_sets_here() -> list[str]:
+    """Returns the instruction sets of CPU_SETS that this CPU has: ``plain`` alone where it is no x86-64.
+
+    The last one serves best. Tiles are among them where Linux lets this process use them; without tiles,
+    pairs of bfloat16 that are slower than float32 come before ``avx512_vnni``.
+    """
+    has = cpu_flags()
     names = [name for name, needed in CPU_SETS.items() if has.issuperset(needed.split())]
-    return names if "amx_bf16" not in names or may_use_tiles() else names[:-1]
+    if "amx_bf16" in names and not may_use_tiles():
+        names.pop()
+    slow_pairs = "avx512_fp16" in has and "avx512_vp2intersect" not in has  # see has_slow_pairs in cpu.h
+    if names[-1] == "avx512_bf16" and slow_pairs:
+        names[-2:] = reversed(names[-2:])
+    return names
 
 
 def may_use_tiles() -> bool:

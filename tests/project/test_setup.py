@@ -216,6 +216,7 @@ def test_a_warning_is_an_error_for_ci_only(tmp_path, monkeypatch, setup, strict)
 AVX2 = "fpu avx2 fma f16c"
 AVX512 = f"{AVX2} avx512f avx512bw avx512dq avx512vl"
 BF16 = f"{AVX512} avx512_vnni avx512_bf16"
+AMX = "amx_tile amx_bf16 amx_int8"
 CPUS = [
     ("fpu sse4_2 avx", "plain"),
     ("fpu sse4_2 avx2 fma", "plain"),  # lacks f16c
@@ -224,7 +225,10 @@ CPUS = [
     (f"{AVX512} avx512cd", "plain avx2 avx512"),
     (f"{AVX512} avx512_vnni", "plain avx2 avx512 avx512_vnni"),
     (BF16, "plain avx2 avx512 avx512_vnni avx512_bf16"),
-    (f"{BF16} amx_tile amx_bf16 amx_int8", "plain avx2 avx512 avx512_vnni avx512_bf16 amx_bf16"),
+    (f"{BF16} avx512_fp16 avx512_vp2intersect", "plain avx2 avx512 avx512_vnni avx512_bf16"),
+    (f"{BF16} avx512_fp16", "plain avx2 avx512 avx512_bf16 avx512_vnni"),  # slow pairs
+    (f"{BF16} {AMX}", "plain avx2 avx512 avx512_vnni avx512_bf16 amx_bf16"),
+    (f"{BF16} avx512_fp16 {AMX}", "plain avx2 avx512 avx512_vnni avx512_bf16 amx_bf16"),
 ]
 
 
@@ -238,7 +242,10 @@ def test_a_build_in_a_checkout_is_for_what_the_cpu_has(monkeypatch, setup, flags
     assert setup["MACHINE"]["cpu_sets_here"]() == sets.split()
     assert setup["cpu_sets"]() == sets.split()[-1:]
     monkeypatch.setitem(tiles, "may_use_tiles", lambda: False)
-    assert setup["MACHINE"]["cpu_sets_here"]() == [name for name in sets.split() if name != "amx_bf16"]
+    without_tiles = [name for name in sets.split() if name != "amx_bf16"]
+    if "fp16" in flags and "vp2intersect" not in flags:
+        without_tiles = "plain avx2 avx512 avx512_bf16 avx512_vnni".split()
+    assert setup["MACHINE"]["cpu_sets_here"]() == without_tiles
 
 
 def test_a_cpu_without_flags_has_plain_loops(monkeypatch):
