@@ -36,7 +36,7 @@ def pytest_benchmark_generate_machine_info(config: pytest.Config) -> dict[str, A
         "python_version": platform.python_version(),
         "system": platform.system(),
         "cvt_kernels": cvt_kernels.__version__,
-        "device": torch.cuda.get_device_name() if models.CUDA else machine.cpu_name(),
+        "device": torch.cuda.get_device_name() if models.CUDA else machine.cpu_device(),
         "device_type": models.DEVICE.type,
         "cuda": torch.version.cuda,
         "threads": torch.get_num_threads(),

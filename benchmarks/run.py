@@ -413,7 +413,7 @@ def describe(device: str) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "version": VERSION,
-        "device": torch.cuda.get_device_name() if cuda else machine.cpu_name(),
+        "device": torch.cuda.get_device_name() if cuda else machine.cpu_device(),
         "device_type": device,
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d-%H%M"),
         "commit": commit(),

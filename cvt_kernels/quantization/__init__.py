@@ -82,8 +82,7 @@ def quantize(
 ) -> QuantizationReport:
     """Replaces the linear layers of a model's blocks by :class:`cvt_kernels.LinearInt8`, in place.
 
-    It finds the blocks that :func:`cvt_kernels.accelerate` supports, of CvT, SegFormer, GLPN, PVT and PVT v2,
-    accelerated or not. Each layer keeps its
+    It finds the blocks that :func:`cvt_kernels.accelerate` supports, accelerated or not. Each layer keeps its
     name; ``state_dict`` has an 8-bit ``qweight`` and a ``weight_scale`` instead of ``weight``. The original
     layers are kept: :func:`cvt_kernels.restore` puts all back, :func:`unquantize` some. ``save_pretrained``
     of a quantized model of transformers raises ValueError, because ``from_pretrained`` could not read it.

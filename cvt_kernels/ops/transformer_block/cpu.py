@@ -12,8 +12,7 @@ queries through attention and the linear layer behind it; and the MLP, a few row
 hidden channels stay in the cache. Quantized layers and some tokens are as above.
 
 Sums and products are in float32; only products of bfloat16 use the CPU's instructions for pairs, where it has
-them. A block with convolutional projections in float32 attends in such pairs too if all its layers are
-quantized: 8-bit numbers lose more. Results are bitwise deterministic, whatever the number of threads.
+fast ones. Results are bitwise deterministic, whatever the number of threads.
 """
 
 from __future__ import annotations
