@@ -244,7 +244,7 @@ def test_a_build_in_a_checkout_is_for_what_the_cpu_has(monkeypatch, setup, flags
     monkeypatch.setitem(tiles, "may_use_tiles", lambda: False)
     without_tiles = [name for name in sets.split() if name != "amx_bf16"]
     if "fp16" in flags and "vp2intersect" not in flags:
-        without_tiles = "plain avx2 avx512 avx512_bf16 avx512_vnni".split()
+        without_tiles = ["plain", "avx2", "avx512", "avx512_bf16", "avx512_vnni"]
     assert setup["MACHINE"]["cpu_sets_here"]() == without_tiles
 
 
