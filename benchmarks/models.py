@@ -171,7 +171,7 @@ def report(request: pytest.FixtureRequest, benchmark: Any, *, train: bool) -> No
         "dtype": dtype,
         "batch": batch,
         "train": train,
-        "device": torch.cuda.get_device_name() if CUDA else machine.cpu_name(),
+        "device": torch.cuda.get_device_name() if CUDA else machine.cpu_device(),
         "threads": torch.get_num_threads(),
         "images_per_second": batch / statistics.median(seconds),
         **{field: value for field, value in row.items() if field != "seconds"},

@@ -56,7 +56,7 @@ programs](accelerated.md#threads-of-a-cpu). "Accelerated" is what `accelerate(mo
 `freeze=True` and `graphed` on a GPU. × is how many times as fast as Hugging Face's model, the median of
 rounds. Process memory is what a process takes to serve, packed weights included; 1 is Hugging Face's.
 int8: 8-bit weights and inputs of layers, the row's dtype between them; OpenVINO's are made by
-NNCF by default."""
+NNCF by default. Two figures in a cell are of batches of 1 and 8."""
 INTRODUCTION = """\
 # Every figure
 
@@ -339,8 +339,8 @@ def sentence(by_device: dict[str, list[Row]]) -> str:
     if not found:
         return ""
     ranges = [f"{name} {min(each):.2f} to {max(each):.2f}" for name, each in found.items()]
-    where = " and ".join(sorted(by_device))
-    return f"Times as fast as OpenVINO, over all models and batch sizes on {where}: {', '.join(ranges)}."
+    where = f" on {', '.join(sorted(by_device))}" if len(by_device) > 1 else ""
+    return f"Times as fast as OpenVINO, over all models and batch sizes{where}: {', '.join(ranges)}."
 
 
 def contender_table(rows: Sequence[Row]) -> list[list[str]]:
@@ -411,8 +411,7 @@ def short_page(rows: Sequence[Row]) -> str:
     """Returns docs/results.md."""
     models = newest([r for r in rows if r["suite"] != "operators"], "device", *_MODEL)
     by_device = grouped(models, lambda row: row["device"])
-    told = sentence({device: its for device, its in by_device.items() if its[0]["kind"] == "cpu"})
-    parts = [SHORT, *([told] if told else [])]
+    parts = [SHORT]
     for device, its in sorted(by_device.items()):
         parts += [f"## {device}", measured_on(its)]
         if its[0]["kind"] == "cuda":
@@ -421,8 +420,9 @@ def short_page(rows: Sequence[Row]) -> str:
             parts += earlier(table)
         else:
             shown = [key for key in COLUMNS if key not in ("compile", "onnxruntime")]
-            parts += [lines(cpu_table(its, (1, 8), shown)).replace(" ×", "×")]
-    return "\n\n".join(parts) + "\n"
+            table = [[kind, *cells] for kind, _, *cells in cpu_table(its, (1, 8), shown)]
+            parts += [sentence({device: its}), lines(table).replace(" ×", "×").replace(" | ", "|")]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def page(rows: Sequence[Row], kernels: dict[str, list[dict[str, Any]]]) -> str:

@@ -298,7 +298,7 @@ def installed_version(package: str) -> str | None:
 def cpu_device() -> str:
     """Returns the name of the CPU and its instruction set: figures of one are not those of another."""
     requested = os.environ.get("CVT_KERNELS_CPU")
-    return f"{cpu_name()}, {requested or cpu_sets_here()[-1]}"
+    return f"{cpu_name()} ({requested or cpu_sets_here()[-1]})"
 
 
 def cpu_name() -> str:
