@@ -200,13 +200,13 @@ template <int bit, class V, int... lane>
 VECTOR_INLINE void exchange(V& a, V& b, std::integer_sequence<int, lane...>) {
 #if __has_builtin(__builtin_shufflevector)
   constexpr int lanes = sizeof...(lane);
-  const V low = __builtin_shufflevector(a, b, (lane & bit ? lanes + lane - bit : lane)...);
-  b = __builtin_shufflevector(a, b, (lane & bit ? lanes + lane : lane + bit)...);
+  const V low = __builtin_shufflevector(a, b, ((lane & bit ? lanes : 0) + (lane & ~bit))...);
+  b = __builtin_shufflevector(a, b, ((lane & bit ? lanes : 0) + (lane | bit))...);
   a = low;
 #else
   const V both[] = {a, b};
-  ((a[lane] = lane & bit ? both[1][lane - bit] : both[0][lane]), ...);
-  ((b[lane] = lane & bit ? both[1][lane] : both[0][lane + bit]), ...);
+  ((a[lane] = both[(lane & bit) != 0][lane & ~bit]), ...);
+  ((b[lane] = both[(lane & bit) != 0][lane | bit]), ...);
 #endif
 }
 
