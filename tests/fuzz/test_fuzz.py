@@ -1,5 +1,6 @@
 """The fuzzer: a slice of its cases passes, and faults that are planted are found and shrunk."""
 
+import contextlib
 import itertools
 import json
 import random
@@ -11,11 +12,10 @@ import pytest
 import torch
 
 from cvt.tools.commands.process import run_command
-from cvt_kernels import backends, reference
-from cvt_kernels.ops import weight_cache
+from cvt_kernels import backends, changes, reference
 from cvt_kernels.ops.cards import all_cards
 from tests.checks import implementation, not_built
-from tests.fuzz import campaign, cases, commands, files, raw, subjects, world
+from tests.fuzz import campaign, cases, commands, files, models, raw, subjects, world
 from tests.fuzz.__main__ import main
 from tests.fuzz.worker import Answer, Worker
 
@@ -66,6 +66,7 @@ OTHERS = (
     "files damage=truncated seed=1",
     "files file=labels.json damage=json seed=1",
     "files file=model/config.json damage=other seed=1",
+    "models second=weight_norm_by_a_hook fourth=pickle fifth=other_memory eighth=other_memory seed=133",
 )
 
 
@@ -219,9 +220,33 @@ def test_other_faults_are_found():
     ]
 
 
+def _round_off(share):
+    """Returns a hook by which float32 is off by a share of the largest value, and float64 is exact."""
+    return lambda module, args, out: out + share * out.abs().max() if out.dtype == torch.float32 else out
+
+
+@pytest.mark.parametrize(
+    ("twins", "ours", "found"),
+    [
+        (1e-4, -1e-4, False),
+        (0, 2e-4, True),
+        (1e-4, -3e-4, True),
+        (2.4e-4, 1e-3, True),
+        (2.4e-4, -1e-3, True),
+        (5e-4, 0, True),  # then the twin is no measure
+    ],
+)
+def test_an_accelerated_model_may_lose_what_its_twin_loses(twins, ours, found):
+    pair = models._Pair(cases.parsed("models family=microsoft seed=1"))
+    pair.own.register_forward_hook(_round_off(twins))
+    pair.accelerated.register_forward_hook(_round_off(ours))
+    with pytest.raises(models._Flaw, match="is off by") if found else contextlib.nullcontext():
+        pair.compare()
+
+
 @pytest.mark.slow
 def test_a_forward_with_old_weights_is_found(monkeypatch):
-    monkeypatch.setattr(weight_cache, "note_written", lambda tensors: None)
+    monkeypatch.setattr(changes, "note_written", lambda tensors: None)
     word = "a_number_by_a_fused_step"
     answers = [ask(f"models mode=frozen backend=cpu second={word} seed={seed}") for seed in range(30)]
     flaws = [flaw for answer in answers for flaw in answer.flaws]

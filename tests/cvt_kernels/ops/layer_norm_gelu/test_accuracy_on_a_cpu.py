@@ -27,6 +27,18 @@ def test_gradients_of_biases_are_sums_as_accurate_as_those_of_pytorch():
         assert_accurate(gradient, dout.sum(0), dout.double().sum(0), factor=3)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_of_rows_that_are_alike(seed):
+    """As the gradients of a mean over the tokens of two images, whose sums all round the same way."""
+    generator = torch.Generator().manual_seed(seed)
+    dout = torch.randn(2, 1, 48, generator=generator).repeat(1, 64, 1)
+    bias, x = torch.zeros(48, requires_grad=True), torch.full_like(dout, 30.0)
+    exact = dout.double().sum((0, 1))
+    for out in (ck.gelu(x, bias), ck.layer_norm(x, torch.ones(48), bias)):
+        (gradient,) = torch.autograd.grad(out, bias, dout)
+        assert_accurate(gradient, dout.sum((0, 1)), exact, factor=3)
+
+
 def test_gradients_of_weights_are_sums_as_accurate_as_those_of_pytorch():
     dout, weight = torch.randn(500_000, 2), torch.ones(2, requires_grad=True)
     x = torch.tensor([-1.0, 1.0]).expand_as(dout)  # which LayerNorm leaves as they are
