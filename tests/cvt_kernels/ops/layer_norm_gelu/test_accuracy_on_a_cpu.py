@@ -29,7 +29,7 @@ def test_gradients_of_biases_are_sums_as_accurate_as_those_of_pytorch():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sums_of_rows_that_are_alike(seed):
-    """As the gradients of a mean over the tokens of two images, whose sums all round the same way."""
+    """Gradients of a mean over the tokens of two images are such rows, whose sums all round the same way."""
     generator = torch.Generator().manual_seed(seed)
     dout = torch.randn(2, 1, 48, generator=generator).repeat(1, 64, 1)
     bias, x = torch.zeros(48, requires_grad=True), torch.full_like(dout, 30.0)
