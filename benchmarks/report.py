@@ -56,7 +56,7 @@ programs](accelerated.md#threads-of-a-cpu). "Accelerated" is what `accelerate(mo
 `freeze=True` and `graphed` on a GPU. × is how many times as fast as Hugging Face's model, the median of
 rounds. Process memory is what a process takes to serve, packed weights included; 1 is Hugging Face's.
 int8: 8-bit weights and inputs of layers, the row's dtype between them; OpenVINO's are made by
-NNCF by default. Two figures in a cell are of batches of 1 and 8."""
+NNCF by default. Where no batch is given, two figures in a cell are of batches of 1 and 8."""
 INTRODUCTION = """\
 # Every figure
 
@@ -420,7 +420,9 @@ def short_page(rows: Sequence[Row]) -> str:
             parts += earlier(table)
         else:
             shown = [key for key in COLUMNS if key not in ("compile", "onnxruntime")]
-            table = [[kind, *cells] for kind, _, *cells in cpu_table(its, (1, 8), shown)]
+            table = cpu_table(its, (1, 8), shown)
+            if all(row[1] == "1, 8" for row in table[1:]):  # as the page's beginning says
+                table = [[kind, *cells] for kind, _, *cells in table]
             parts += [sentence({device: its}), lines(table).replace(" ×", "×").replace(" | ", "|")]
     return "\n\n".join(filter(None, parts)) + "\n"
 
