@@ -5,7 +5,7 @@ It is built where torch and a C++ compiler are at hand; otherwise the Python par
 otherwise:
 
 - ``CVT_KERNELS_CPU_SETS``: the instruction sets to compile the loops of the CPU for. ``native``, the default,
-  is the newest of this machine; ``all`` is for wheels, which may run elsewhere; or names, as ``avx2 avx512``.
+  is the best of this machine; ``all`` is for wheels, which may run elsewhere; or names, as ``avx2 avx512``.
 - ``CVT_KERNELS_CUDA``: ``auto`` (the default) compiles the CUDA kernels where there is an NVIDIA GPU, or all
   instruction sets are asked for, and a CUDA toolkit (in CUDA_HOME, on the PATH, or from PyPI); ``0`` never
   does, ``1`` insists.

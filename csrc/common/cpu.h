@@ -38,6 +38,14 @@ inline bool has_tiles() {
   return (CpuId(7).edx & kFlags) == kFlags && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
+// Whether the CPU multiplies pairs of bfloat16 at half of float32's rate, so that widened numbers are multiplied faster: Intel's
+// cores with AMX do, of which a virtual machine may hide AMX (Emerald Rapids, 2026-11-30: 86 and 176 GFLOP/s). No flag says it;
+// they have 16-bit floats, as AMD's from Zen 6 on, but not AVX512-VP2INTERSECT, as AMD's from Zen 5 on.
+inline bool has_slow_pairs() {
+  constexpr unsigned int kIntersect = 1u << 8, kHalf = 1u << 23;
+  return (CpuId(7).edx & (kIntersect | kHalf)) == kHalf;
+}
+
 // Whether products in tiles are right here. It is tried once, in a process of its own, which a tile that the CPU refuses
 // would end. Defined in linear/cpu_operators.cpp.
 bool tiles_work();
@@ -48,16 +56,8 @@ inline bool is_compiled_for(const std::string& set) {
   return std::string(CVT_KERNELS_CPU_SETS).find(" " + set + " ") != std::string::npos;
 }
 
-// Whether the CPU multiplies pairs of bfloat16 at half of float32's rate, so that widened numbers are multiplied faster: Intel's
-// cores with AMX do, of which a virtual machine may hide AMX (Emerald Rapids, 2026-11-30: 86 and 176 GFLOP/s). No flag says it;
-// they have 16-bit floats, as AMD's from Zen 6 on, but not AVX512-VP2INTERSECT, as AMD's from Zen 5 on.
-inline bool has_slow_pairs() {
-  constexpr unsigned int kIntersect = 1u << 8, kHalf = 1u << 23;
-  return (CpuId(7).edx & (kIntersect | kHalf)) == kHalf;
-}
-
-// The latest instruction set that this CPU and the build have, or the one of a name, if this CPU has it. Pairs of bfloat16 that
-// are slow come last but one of those with AVX-512.
+// The latest instruction set that this CPU and the build have, or the one of a name, if this CPU has it. An avx512_bf16 whose pairs
+// are slow is taken only without avx512_vnni.
 inline InstructionSet find_instruction_set(const std::string& name) {
   const auto is_wanted = [&](const char* set) { return name.empty() ? is_compiled_for(set) : name == set; };
 #ifdef __x86_64__
