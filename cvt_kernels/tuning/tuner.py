@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from ..backends import OURS
 from ..launch import launching
 from . import accuracy, clock
 from .choices import FAILS_HERE
+
+if TYPE_CHECKING:
+    from ..declaration import Declaration
 
 #: A candidate replaces the default only if it wins by this factor. With a smaller one, noise decides:
 #: on a virtual machine of two cores, with 1.05 one choice of 180 was 15 % slower than the default.
@@ -76,7 +79,7 @@ class Call(NamedTuple):
     Attributes:
         record: The record.
         gradient: Whether the backward is included.
-        score: Turns outputs that are no numbers into some; see :class:`backends.Operator`.
+        score: Turns outputs that are no numbers into some; see ``Declaration``.
     """
 
     record: Any
@@ -117,7 +120,7 @@ class Task(NamedTuple):
     candidates: Mapping[str, Function]
     sample: Call
     timed: Call
-    operator: backends.Operator
+    operator: Declaration
 
     def expected(self) -> Expected:
         """Runs the reference and returns the results to compare candidates with."""
