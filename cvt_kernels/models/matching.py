@@ -19,12 +19,12 @@ from .blocks import (
     BlockEntry,
     BlockParts,
     BypassedParts,
+    Entry,
     Parts,
     ServedEntry,
     StageEntry,
     StageParts,
     Unsupported,
-    block_of,
     class_name,
     is_at_home,
     is_named,
@@ -122,7 +122,7 @@ def why_mismatched(block: nn.Module, entry: BlockEntry) -> str | None:
     return parts if isinstance(parts, str) else _why_another_holder(block, entry, parts)
 
 
-def why_another_forward(block: nn.Module, entry: BlockEntry) -> str | None:
+def why_another_forward(block: nn.Module, entry: Entry) -> str | None:
     """Returns why the forward and the members of a block are not upstream's, or are unserved, or None."""
     if entry.why_unserved:
         return entry.why_unserved
@@ -178,7 +178,7 @@ def parts_or_why_not(block: nn.Module, entry: BlockEntry) -> Parts | str:
     return parts.why_unsupported() or parts
 
 
-def _built_parts(module: nn.Module, entry: BlockEntry | StageEntry) -> Any:
+def _built_parts(module: nn.Module, entry: Entry) -> Any:
     try:
         return entry.parts(module)
     except Unsupported as error:
@@ -200,9 +200,9 @@ def _why_another_holder(block: nn.Module, entry: BlockEntry, parts: Parts) -> st
     return None
 
 
-def _is_upstreams(kind: type, entry: ServedEntry) -> bool:
+def _is_upstreams(kind: type, entry: Entry) -> bool:
     """Returns whether a class is one of those within a block or a stage, where upstream has it."""
-    return is_named(kind, entry.classes) and is_at_home(kind, block_of(entry).upstream)
+    return is_named(kind, entry.classes) and is_at_home(kind, entry.upstream)
 
 
 def _holders(block: nn.Module, parts: Parts) -> list[nn.Module]:
@@ -340,10 +340,9 @@ def _why_shadowed(root: nn.Module, members: tuple[str, ...]) -> str | None:
 
 def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
     """Returns why a stage or a layer cannot run as one now, or None."""
-    block = block_of(entry)
-    if (reason := why_another_forward(stage, block)) is not None:
+    if (reason := why_another_forward(stage, entry)) is not None:
         return reason
-    if block.is_only_served and not all(p.device.type in ("cpu", "meta") for p in stage.parameters()):
+    if entry.is_only_served and not all(p.device.type in ("cpu", "meta") for p in stage.parameters()):
         return "is served on a CPU only, not on a GPU"
     parts: Any = _built_parts(stage, entry)
     if isinstance(parts, str):

@@ -111,13 +111,11 @@ def _hf_stem(self: Any) -> tuple[nn.Conv2d, Tensor | None]:
 
 
 _HF_STAGE = StageEntry(
-    BlockEntry(
-        upstream=HUGGING_FACE,
-        name="CvtStage",
-        parts=_hf_stage,
-        arguments=("hidden_state",),
-        children=frozenset(("cls_token", "embedding", "layers")),
-    ),
+    upstream=HUGGING_FACE,
+    name="CvtStage",
+    parts=_hf_stage,
+    arguments=("hidden_state",),
+    children=frozenset(("cls_token", "embedding", "layers")),
     classes=_HF_CLASSES | {"CvtEmbeddings", *_HF_ENTRIES, *GELU_VARIANTS},
     embedding=_hf_stem,
     result=map_and_class_token,
@@ -214,7 +212,11 @@ def _stem(self: Any) -> tuple[nn.Conv2d, Tensor | None]:
 _CHILDREN = frozenset(("cls_token", "patch_embed", "pos_drop", "blocks"))
 
 _MS_STAGE = StageEntry(
-    BlockEntry(MICROSOFT, "VisionTransformer", _stage, arguments=("x",), children=_CHILDREN),
+    upstream=MICROSOFT,
+    name="VisionTransformer",
+    parts=_stage,
+    arguments=("x",),
+    children=_CHILDREN,
     classes=_MS_ENTRIES["Block"].classes | {"ConvEmbed", "Block", "LayerNorm", "QuickGELU"},
     embedding=_stem,
     result=map_and_class_token,
@@ -283,7 +285,11 @@ _OWN_ENTRIES = {
 OWN_BLOCK = _OWN_ENTRIES["Block"]
 
 _OWN_STAGE = StageEntry(
-    BlockEntry("cvt", "Stage", _stage, arguments=("image",), children=_CHILDREN),
+    upstream="cvt",
+    name="Stage",
+    parts=_stage,
+    arguments=("image",),
+    children=_CHILDREN,
     classes=_OWN_CLASSES | {f"{MODULE}.{name}" for name in (*_OWN_ENTRIES, "DropPath", "LayerScale")},
     embedding=_stem,
     result=lambda stage, tokens, grid: (tokens, grid),
@@ -387,11 +393,11 @@ def _recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None
 def _recognize_stage(module: nn.Module) -> StageEntry | None:
     names = {cls.__name__ for cls in type(module).__mro__}
     if own_class(type(module)) is not None:
-        return _OWN_STAGE if _OWN_STAGE.block.name in names else None
-    if _HF_STAGE.block.name in names:
+        return _OWN_STAGE if _OWN_STAGE.name in names else None
+    if _HF_STAGE.name in names:
         return _HF_STAGE
     # Other transformers have a class of this name too.
-    return _MS_STAGE if _MS_STAGE.block.name in names and _is_ms_stage(module) else None
+    return _MS_STAGE if _MS_STAGE.name in names and _is_ms_stage(module) else None
 
 
 FAMILY = Family(

@@ -116,20 +116,18 @@ _BLOCKS = {
     },
 }
 _STAGE = StageEntry(
-    block=BlockEntry(
-        upstream="timm",
-        name="PyramidVisionTransformerStage",
-        parts=_pvt_v2_stage,
-        arguments=("x",),
-        children=frozenset(("downsample", "blocks", "norm")),
-        is_only_served=True,
-    ),
+    upstream="timm",
+    name="PyramidVisionTransformerStage",
+    parts=_pvt_v2_stage,
+    arguments=("x",),
+    children=frozenset(("downsample", "blocks", "norm")),
+    is_only_served=True,
     classes=_CLASSES | {f"{_PVT_V2}.Block", f"{_PVT_V2}.OverlapPatchEmbed"},
     embedding=lambda stage: (stage.downsample.proj, None),
     result=lambda stage, tokens, grid: as_map(tokens, grid).contiguous(),
     tokens=tokens_of,
 )
-_STAGES = {f"{_PVT_V2}.{_STAGE.block.name}": _STAGE}
+_STAGES = {f"{_PVT_V2}.{_STAGE.name}": _STAGE}
 
 
 def _entry_of(module: nn.Module, entries: Mapping[str, _Entry]) -> _Entry | None:
