@@ -20,7 +20,7 @@ from .. import backends
 from . import tables
 from .formulas import Need, generation_of
 from .launching import Chip
-from .tables import Entry, numbers_of
+from .tables import numbers_of
 
 __all__ = ["configuration", "generation_of", "kernels", "overridden", "register", "shipped"]
 
@@ -95,14 +95,13 @@ def _configuration(need: Need) -> Any:
 def shipped(need: Need) -> Any:
     """Returns the configuration of the nearest entry that ships for a need, or None."""
     for gpu in (need.chip.name, generation_of(need.chip.capability)):
-        distances = {
-            _ratio(need.rows, each): each for each in tables.TABLES.get(gpu, ()) if each[:3] == need[:3]
-        }
+        entries = [each for each in tables.TABLES.get(gpu, ()) if each[:3] == need[:3]]
+        distances = {_ratio(need.rows, each.rows): each for each in entries}
         if distances and min(distances) <= tables.REACH:
             return distances[min(distances)].config
     return None
 
 
-def _ratio(rows: int, entry: Entry) -> float:
+def _ratio(*rows: int) -> float:
     """Returns how many times as large the larger number of rows is."""
-    return max(rows, entry.rows) / max(1, min(rows, entry.rows))
+    return max(rows) / max(1, min(rows))
