@@ -408,20 +408,16 @@ def why_unsupported(operator: str, backend: str, call: Record) -> str | None:
     reason = why_unavailable(operator, backend, x.device.type)
     if reason is None and backend in OURS and x.is_cuda:
         reason = _gpu_lacks(backend, x.device)
-    if reason is None and backend in _UNTRANSFORMED:
-        reason = _why_transformed()
+    if reason is None and backend in _UNTRANSFORMED:  # modes that only PyTorch's own operators support
+        if modes.forward_mode_enabled():
+            reason = "forward-mode differentiation is not supported"
+        elif modes.is_transformed():
+            reason = "function transforms (torch.func) are not supported"
     if reason is None:
         # Another thread may have replaced the implementations, so that this one is not loaded yet.
         ask = implementations[operator][backend].load().why_unsupported
         reason = None if ask is None else ask(call)
     return reason
-
-
-def _why_transformed() -> str | None:
-    """Returns the mode around a call that only PyTorch's own operators support, or None."""
-    if modes.forward_mode_enabled():
-        return "forward-mode differentiation is not supported"
-    return "function transforms (torch.func) are not supported" if modes.is_transformed() else None
 
 
 def why_unavailable(operator: str, backend: str, device_type: str) -> str | None:

@@ -149,11 +149,7 @@ def _is_entry_of(original: type[nn.Module], entry: Entry) -> bool:
 
 
 def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Returns the stages and layers of a model that can be frozen, with the keys of their entries.
-
-    Raises:
-        ValueError: There are none, or the model is in training mode.
-    """
+    """Returns the stages and layers of a model that can be frozen, with the keys of their entries."""
     if model.training:
         raise ValueError("model: is in training mode, expected model.eval() before freeze=True")
     found = find_stages(model)

@@ -74,11 +74,7 @@ def model_name(model: nn.Module) -> str:
 
 
 def blocks_in(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
-    """Returns the blocks of :func:`find_blocks`, or an empty list.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-    """
+    """Returns the blocks of :func:`find_blocks`, or an empty list."""
     checks.check_kind("model", model, nn.Module)
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
     found = []

@@ -297,9 +297,6 @@ def check(function: Function, expected: Expected) -> Measurement:
     """Runs a candidate on the sample in guarded memory, and compares its results with the expected ones.
 
     The reference does not run again: its results are among the expected ones.
-
-    Raises:
-        Exception: What the candidate raises.
     """
     results = expected.same
     if function is not expected.reference:

@@ -159,11 +159,7 @@ def _ms_block(self: Any) -> BlockParts:
 
 
 def _ms_branch(attention: Any, name: str) -> tuple[Any, Any]:
-    """Returns convolution and BatchNorm of a branch.
-
-    Raises:
-        Unsupported: The branch has other steps.
-    """
+    """Returns convolution and BatchNorm of a branch."""
     steps = getattr(attention, name)
     if type(steps) is not nn.Sequential or len(steps) != 3 or type(steps[2]).__name__ != "Rearrange":
         raise Unsupported(f"{name} is not a Sequential of convolution, BatchNorm and Rearrange")

@@ -24,11 +24,7 @@ _MASKED = ("hidden_states", "attention_mask", "kwargs")
 
 
 def _heads(attention: Any, proj: Any) -> dict[str, Any]:
-    """Returns the parts of attention but its linear layers of Q, K and V.
-
-    Raises:
-        Unsupported: Attention is another implementation's, or that of a text.
-    """
+    """Returns the parts of attention but its linear layers of Q, K and V."""
     kind = attention.config._attn_implementation
     if kind != "sdpa":
         raise Unsupported(f"attention is that of transformers' {kind!r}, expected 'sdpa'")
