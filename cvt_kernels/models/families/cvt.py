@@ -78,8 +78,7 @@ _HF_CLASSES = frozenset(
 
 _HF_ENTRIES = {
     "CvtConvEmbeddings": _embedding(
-        HUGGING_FACE,
-        "CvtConvEmbeddings",
+        *(HUGGING_FACE, "CvtConvEmbeddings"),
         lambda self, pixel_values: embed(self.projection, self.normalization, pixel_values),
         *("projection", "normalization"),
     ),
@@ -150,12 +149,8 @@ def _common_parts(self: Any) -> dict[str, Any]:
 
 
 def _ms_block(self: Any) -> BlockParts:
-    activation = self.mlp.act
-    return BlockParts(
-        **_common_parts(self),
-        branches=[_ms_branch(self.attn, name) for name in _PROJECTIONS],
-        activation=activation,
-    )
+    branches = [_ms_branch(self.attn, name) for name in _PROJECTIONS]
+    return BlockParts(**_common_parts(self), branches=branches, activation=self.mlp.act)
 
 
 def _ms_branch(attention: Any, name: str) -> tuple[Any, Any]:
@@ -398,11 +393,7 @@ def _recognize_stage(module: nn.Module) -> StageEntry | None:
 
 FAMILY = Family(
     models=("CvT (of transformers, Microsoft or cvt)",),
-    entries=(
-        *_HF_ENTRIES.values(),
-        *_MS_ENTRIES.values(),
-        *_OWN_ENTRIES.values(),
-    ),
+    entries=(*_HF_ENTRIES.values(), *_MS_ENTRIES.values(), *_OWN_ENTRIES.values()),
     stages=(_HF_STAGE, _MS_STAGE, _OWN_STAGE),
     classifiers=(_HF_CLASSIFIER, _MS_CLASSIFIER),
     recognize=_recognize,
