@@ -87,12 +87,7 @@ def check_float_tensor(name: str, value: Any, shape: str) -> None:
 
 
 def check_dimensions(name: str, value: Any, rank: int, shape: str) -> None:
-    """Raises unless ``value`` is a dense tensor of a floating dtype with ``rank`` dimensions.
-
-    Raises:
-        TypeError: It is something else.
-        ValueError: It has another number of dimensions.
-    """
+    """Raises TypeError unless ``value`` is a dense floating tensor, ValueError for another ``rank``."""
     check_float_tensor(name, value, shape)
     check_rank(name, value, rank, shape)
 
@@ -130,13 +125,9 @@ def check_device(name: str, tensor: Tensor, x_name: str, x: Tensor) -> None:
 
 
 def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[torch.dtype, ...] = ()) -> None:
-    """Raises unless ``tensor`` is on the device of ``x`` and has its dtype (or one in ``also``).
+    """Raises ValueError for another device than that of ``x``, TypeError for a dtype not its own or ``also``.
 
     Under autocast the dtypes may differ, except for float64, as with PyTorch's own operators.
-
-    Raises:
-        ValueError: Another device.
-        TypeError: Another dtype.
     """
     if tensor.device != x.device:  # compared here first, since a call takes as long as the rest
         check_device(name, tensor, x_name, x)
@@ -182,17 +173,11 @@ def check_vector(
 def check_kind(name: str, part: object, *kinds: type) -> None:
     """Raises TypeError unless ``part`` is an instance of one of ``kinds``."""
     if not isinstance(part, kinds):
-        got, *expected = _class_names(type(part), *kinds)
-        raise TypeError(f"{name}: got {got}, expected {' or '.join(expected)}")
-
-
-def _class_names(*kinds: type) -> list[str]:
-    """Returns the names of classes, with their modules where two have the same name."""
-    names = [kind.__name__ for kind in kinds]
-    return [
-        f"{kind.__module__}.{name}" if names.count(name) > 1 else name
-        for kind, name in zip(kinds, names, strict=True)
-    ]
+        classes = (type(part), *kinds)
+        names = [kind.__name__ for kind in classes]
+        if len(set(names)) < len(names):  # with their modules, where two have the same name
+            names = [f"{kind.__module__}.{kind.__name__}" for kind in classes]
+        raise TypeError(f"{name}: got {names[0]}, expected {' or '.join(names[1:])}")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -207,9 +192,7 @@ _LARGEST = sys.float_info.max
 def check_number(name: str, value: Any, expected: str = "a finite number") -> None:
     """Raises unless ``value`` is a finite real number: of Python, of NumPy, symbolic, or a scalar tensor.
 
-    Raises:
-        TypeError: It is not a number. A bool is none, nor is a tensor that requires a gradient.
-        ValueError: It is NaN or infinite.
+    It raises ValueError for NaN and infinities. A bool is no number, nor a tensor that requires a gradient.
     """
     if type(value) is not float and not _is_number(value):
         raise TypeError(f"{name}: got {shown(value)}, expected {expected}")

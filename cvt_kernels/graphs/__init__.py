@@ -8,11 +8,8 @@ arguments, the settings (``_settings``), and the modules, parameters and buffers
 (``_Snapshot``) are the same as at the capture. In inference a call is replayed at once: hundreds of tensors
 are compared while the GPU computes, and the result of an outdated replay is dropped. Such a replay writes
 nothing but the graph's own memory, and the memory that it reads is kept. With gradients (``training``)
-the tensors are compared before, since a replay changes BatchNorm's statistics.
-
-A graphed model's class is swapped for one that overrides ``forward``, and ``_apply``, which drops the graphs
-before ``.to()`` moves the weights. The graphs are an attribute of the model; a copy or a pickle begins
-without graphs.
+the tensors are compared before, since a replay changes BatchNorm's statistics. The graphs are an attribute
+of the model, whose class is swapped; a copy or a pickle begins without graphs.
 """
 
 from __future__ import annotations

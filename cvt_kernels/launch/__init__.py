@@ -75,15 +75,7 @@ def overridden(kernel: str, config: Any) -> Iterator[None]:
 
 
 def configuration(kernel: str, dtype: torch.dtype, sizes: tuple[int, ...], rows: int, chip: Chip) -> Any:
-    """Returns the configuration of a kernel for a call.
-
-    Args:
-        kernel: Its name, as registered.
-        dtype: The dtype of the numbers that it multiplies.
-        sizes: As in the entries of ``tables``: K and N of a product, or channels.
-        rows: The rows of the call.
-        chip: The GPU.
-    """
+    """Returns the configuration of a kernel for a call that multiplies numbers of ``dtype``; see ``Need``."""
     return _overrides.get(kernel) or _configuration(Need(kernel, numbers_of(dtype), sizes, rows, chip))
 
 

@@ -4,12 +4,7 @@ The class of a supported block is swapped for a subclass of the same name that o
 Parameters, buffers, submodules, hooks and ``state_dict`` stay.
 
 Every call checks that the block is what its entry in the table expects; if not, the block's own forward runs.
-The files, from the bottom up: ``watching`` (hooks and patches on modules that are not called), ``blocks``
-(the modules of a block, the form of an entry), ``forward`` (the forward of a block), ``stages`` (whole stages
-and layers for serving), ``class_token`` (the last block of a classifier), ``heads`` (SegFormer's, GLPN's),
-``maps`` (what models return), ``families`` (which module is which part, a file each), ``matching`` (finds and
-checks blocks, stages and layers), ``served`` (serves them), this file (swaps classes), ``coverage`` and
-``verify``.
+CONTRIBUTING.md says what each file is for.
 """
 
 from __future__ import annotations
@@ -226,13 +221,12 @@ def _is_smaller(grid: tuple[Any, Any], least: int) -> bool:
 
 
 class _Here(threading.local):
-    """The choice of a thread: upstream's own forwards, where the host takes longer than the GPU."""
-
-    is_upstreams = False
+    is_upstreams = (
+        False  # whether a thread runs upstream's own forwards, as the host takes longer than the GPU
+    )
 
 
 _here = _Here()
-
 
 #: The end of the keys of stages and layers that are served as one in evaluation.
 _IN_EVALUATION = ", in evaluation"

@@ -96,16 +96,8 @@ def times_in_turns(
     """Times functions by the wall clock, one run of each per round, so that load hits all of them alike.
 
     Every other round goes backwards, because the caches that a function leaves behind are worth a tenth of a
-    small call's time to the next one.
-
-    Args:
-        functions: Called without arguments.
-        rounds: Timed runs of each, after one warm-up.
-        device: The device on which they compute; a GPU is synchronized before and after each run.
-        before_run: Called before each run with the number of the round, 0 for the warm-up.
-
-    Returns:
-        The times of each function.
+    small call's time to the next one. Round 0 warms up. ``before_run`` is called before each run with the
+    number of the round; a GPU is synchronized before and after.
     """
     timed, warm_up = [Times() for _ in functions], Times()
     for i in range(rounds + 1):
@@ -154,17 +146,10 @@ def cold_seconds_in_turns(
     fewest: int,
     most: int,
 ) -> list[list[float]]:
-    """Times functions in turns, with L2 flushed before each run, until the time is up.
+    """Times functions in turns, with L2 flushed before each run, until the time of all rounds is up.
 
-    Args:
-        functions: Called without arguments. Run them once before, or the first run's preparations are timed.
-        device: The device on which they compute; a GPU must be the current one.
-        seconds: The time limit for all rounds together, after ``fewest``.
-        fewest: The smallest number of rounds.
-        most: The largest number of rounds.
-
-    Returns:
-        The seconds of each run, of the device on a GPU, for each function.
+    Run them once before, or the first run's preparations are timed. A GPU must be the current one; the
+    results are its seconds.
     """
     taken: list[list[float]] = [[] for _ in functions]
     start = time.perf_counter()

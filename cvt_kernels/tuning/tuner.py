@@ -535,25 +535,16 @@ class GuardedMemory(TorchDispatchMode):
         return any(bool((zone != _POISON).any()) for zone in self._zones)
 
 
-_ALLOCATIONS = {
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.new_empty_strided.default,
-}
+def _overloads(*names: str) -> set[Any]:
+    return {getattr(torch.ops.aten, name).default for name in names}
+
+
+_ALLOCATIONS = _overloads("empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_ALLOCATIONS.add(torch.ops.aten.empty.memory_format)
 #: Other operators that give kernels memory to write into.
-_FILLED = {
-    torch.ops.aten.clone.default,
-    torch.ops.aten.full.default,
-    torch.ops.aten.full_like.default,
-    torch.ops.aten.new_full.default,
-    torch.ops.aten.new_zeros.default,
-    torch.ops.aten.ones.default,
-    torch.ops.aten.ones_like.default,
-    torch.ops.aten.zeros.default,
-    torch.ops.aten.zeros_like.default,
-}
+_FILLED = _overloads(
+    "clone", "full", "full_like", "new_full", "new_zeros", "ones", "ones_like", "zeros", "zeros_like"
+)
 
 
 # Speed ----------------------------------------------------------------------------------------------------
