@@ -109,9 +109,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def bound_by(bind: Callable[[Record], Callable[[Any], Any] | None]) -> Callable[[_Function], _Function]:
     """Marks a backend's function as one that can be bound to its parameters.
 
-    Args:
-        bind: Takes the record of a served call without gradients; returns a function that serves calls with
-            other numbers in the first argument, or None. The function may hold packed parameters.
+    ``bind`` takes the record of a served call without gradients; it returns a function that serves calls with
+    other numbers in the first argument, and may hold packed parameters, or None.
     """
 
     def mark(function: _Function) -> _Function:
@@ -145,11 +144,7 @@ def declare(operator: Declaration) -> None:
 
 
 def register(operator: str, backend: str, implementation: Implementation) -> None:
-    """Registers an implementation of ``operator`` on ``backend``, replacing an earlier one.
-
-    Raises:
-        ValueError: The operator or the backend is unknown.
-    """
+    """Registers an implementation of ``operator`` on ``backend``, replacing an earlier one."""
     if operator not in operators:
         raise ValueError(f"operator: got {operator!r}, expected one of {', '.join(operators)}")
     if backend not in BACKENDS:

@@ -175,9 +175,11 @@ def check_kind(name: str, part: object, *kinds: type) -> None:
     if not isinstance(part, kinds):
         classes = (type(part), *kinds)
         names = [kind.__name__ for kind in classes]
-        if len(set(names)) < len(names):  # with their modules, where two have the same name
-            names = [f"{kind.__module__}.{kind.__name__}" for kind in classes]
-        raise TypeError(f"{name}: got {names[0]}, expected {' or '.join(names[1:])}")
+        got, *expected = (  # with their modules, where two have the same name
+            f"{kind.__module__}.{own}" if names.count(own) > 1 else own
+            for kind, own in zip(classes, names, strict=True)
+        )
+        raise TypeError(f"{name}: got {got}, expected {' or '.join(expected)}")
 
 
 def check_flag(name: str, value: object) -> None:
@@ -258,11 +260,7 @@ def _is_index(value: Any) -> bool:
 
 
 def indices(name: str, value: Any) -> list[int]:
-    """Returns an integer or a sequence of integers as a list.
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """Returns an integer or a sequence of integers as a list; raises TypeError for anything else."""
     expected = "an integer or a sequence of them"
     each = (value,) if _is_index(value) else as_tuple(name, value, expected)
     if not all(_is_index(index) for index in each):
@@ -308,15 +306,11 @@ _LEAST_MOST_PADDING = 64
 def check_geometry(
     prefix: str, kernel: int, sizes: Sequence[int], stride: Any, padding: Any, dilation: Any = 1
 ) -> tuple[int, ...]:
-    """Returns the height and width of a convolution's output; raises for invalid settings.
+    """Returns the height and width of a convolution's output; raises TypeError or ValueError.
 
     A height or width below 1 means that the output is empty. A padding far beyond the map and the kernel is
     refused, since it would only add zeros. ``prefix`` comes before names in messages; ``sizes`` are the
     height and width of the map. Where they are symbolic, only what is wrong for all of them raises.
-
-    Raises:
-        TypeError: A setting is not an integer.
-        ValueError: A setting is out of range, or the output has too many pixels.
     """
     # Compared here first, because the checks by name cost as much as a small operator's others together.
     plain = type(stride) is type(padding) is type(dilation) is int

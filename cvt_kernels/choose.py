@@ -156,10 +156,8 @@ def _processor(device: torch.device) -> str:
 def choose(operator: str, call: Record) -> Implementation:
     """Chooses the first backend that can serve a call: of those requested, or under ``auto`` by the table.
 
-    PyTorch's own operators serve under a FLOP counter, whatever is requested.
-
-    Raises:
-        BackendUnavailable: None of the requested backends can serve the call.
+    PyTorch's own operators serve under a FLOP counter, whatever is requested. Where none of the requested
+    backends can serve the call, BackendUnavailable is raised.
     """
     if modes.is_counted():
         return _loaded(operator, "reference")

@@ -291,9 +291,7 @@ _SEQUENCES = tuple, list
 def facts_of(value: Any, grad: bool) -> Any:
     """Returns what choices may depend on of an argument, which keeps neither tensors nor other objects.
 
-    Args:
-        value: A tensor, a plain value, or a tuple or a list of these.
-        grad: Whether gradients are enabled.
+    It is a tensor, a plain value, or a tuple or a list of these; ``grad`` is whether gradients are enabled.
     """
     kind = value.__class__
     if kind in _VALUES:

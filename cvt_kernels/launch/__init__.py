@@ -51,12 +51,7 @@ def kernels() -> Mapping[str, Kernel]:
 
 @contextlib.contextmanager
 def overridden(kernel: str, config: Any) -> Iterator[None]:
-    """Replaces the configuration of one kernel within a ``with`` statement, for all calls of the process.
-
-    Raises:
-        ValueError: An unknown kernel.
-        TypeError: A configuration of other kernels.
-    """
+    """Replaces the configuration of one kernel within a ``with`` statement, for all calls of the process."""
     global _overrides
     if kernel not in _kernels and kernel not in kernels():
         raise ValueError(f"kernel: got {kernel!r}, expected one of {', '.join(sorted(_kernels))}")

@@ -221,9 +221,9 @@ def _is_smaller(grid: tuple[Any, Any], least: int) -> bool:
 
 
 class _Here(threading.local):
-    is_upstreams = (
-        False  # whether a thread runs upstream's own forwards, as the host takes longer than the GPU
-    )
+    """The choice of a thread: upstream's own forwards, where the host takes longer than the GPU."""
+
+    is_upstreams = False
 
 
 _here = _Here()

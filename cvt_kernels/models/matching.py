@@ -53,12 +53,7 @@ _WORKING_NAMES = ("LayerScale", *GELU_VARIANTS)
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
-    """Returns path, block and entry of all blocks that may be fused, in the model's order.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: There is no such block.
-    """
+    """Returns path, block and entry of all blocks that may be fused; ValueError if there is none."""
     found = blocks_in(model)
     if not found:
         raise ValueError(
@@ -218,11 +213,7 @@ def _path_of(block: nn.Module, wanted: Any) -> str:
 
 
 class ExaminedBlock(Examined):
-    """A block that was called.
-
-    Attributes:
-        parts: Its parts; None if it does not run fused.
-    """
+    """A block that was called, with its parts; without, if it does not run fused."""
 
     parts: Parts | None = None
 
@@ -351,7 +342,7 @@ def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
         reason = entry.why_unsupported(stage)
     return (
         reason
-        or next(filter(None, map(_why_linears_unsupported, blocks)), None)
+        or next(filter(None, (_why_linears_unsupported(stage, each) for each in blocks)), None)
         or _why_other_work(stage, parts)
         or _why_tensors_unsupported(stage)
         or (_why_stage_unsupported(parts) if isinstance(parts, StageParts) else None)
@@ -397,15 +388,10 @@ def _why_stage_unsupported(parts: StageParts) -> str | None:
     return None
 
 
-#: Names for the linear layers: those of heads by their number, and the others.
-_HEADS = {1: ("Q, K and V",), 2: ("Q", "K and V"), 3: ("Q", "K", "V")}
-_LINEARS = ("the projection", "the first layer of the MLP", "the second layer of the MLP")
-
-
-def _why_linears_unsupported(parts: BlockParts) -> str | None:
-    for name, layer in zip((*_HEADS[len(parts.linears)], *_LINEARS), parts.layers(), strict=True):
+def _why_linears_unsupported(stage: nn.Module, parts: BlockParts) -> str | None:
+    for layer in parts.layers():
         if type(layer) not in (nn.Linear, LinearInt8) or is_watched(layer):
-            return f"the linear layer of {name} {why_another_class(layer, 'a plain nn.Linear or LinearInt8')}"
+            return f"{_path_of(stage, layer)} {why_another_class(layer, 'a plain nn.Linear or LinearInt8')}"
     return None
 
 

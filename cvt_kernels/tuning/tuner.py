@@ -224,8 +224,7 @@ class Expected:
     ) -> Expected:
         """Runs the reference in the dtypes of the call, and the oracle in float64.
 
-        Raises:
-            FloatingPointError: PyTorch's results are not finite.
+        It raises FloatingPointError if PyTorch's results are not finite.
         """
         oracle = oracle or reference
         generator = torch.Generator(sample.device).manual_seed(1)
