@@ -123,7 +123,7 @@ class DeviceClock:
 
     def arm(self) -> None:
         """Flushes L2, which keeps the GPU busy until the host has launched the work to be timed."""
-        _flush_buffer("cuda", torch.cuda.current_device()).zero_()
+        _flush_cache()
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         self._left = 2
 
@@ -200,6 +200,10 @@ def device_seconds(function: Callable[[], Any]) -> float:
 #: Yields the CPU now, so that the scheduler interrupts fewer timed runs: on a busy machine 3 of 100 short
 #: runs instead of 13.
 _let_others_run: Callable[[], Any] = getattr(os, "sched_yield", lambda: None)  # Windows has none
+
+
+def _flush_cache() -> None:
+    _flush_buffer("cuda", torch.cuda.current_device()).zero_()
 
 
 @functools.cache
