@@ -26,11 +26,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from cvt.config import DTYPES
 from cvt.files import replacing
+from cvt.tools.commands.bench.ceilings import copy_bandwidth, product_rate
 from cvt.tools.commands.bench.contenders import CONTENDERS, made, mode_of
 from cvt.tools.commands.bench.models import build_subject
 from cvt.tools.commands.bench.workers import Job
 from cvt.tools.commands.compile.launches import kernel_name
-from cvt_kernels.tuning import clock
 
 from .floors import Ceilings, ForwardLaunch, Recorder
 from .models import DEVICE
@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     kernels = profiled(step)
     launches = [] if options.contender.endswith("compile") else recorded(step)
-    ceilings = Ceilings(clock.copy_bandwidth(DEVICE), clock.product_rate(DEVICE, DTYPES[options.dtype]))
+    ceilings = Ceilings(copy_bandwidth(DEVICE), product_rate(DEVICE, DTYPES[options.dtype]))
     rows = [group.row(ceilings) for group in grouped(kernels, launches)]
     total, floor = sum(kernel.us for kernel in kernels), sum(row.get("floor_us", 0) for row in rows)
     facts = {name: getattr(options, name) for name in ("model", "dtype", "contender", "batch_size", "train")}

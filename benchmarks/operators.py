@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from cvt.tools.commands.bench import ceilings
 from cvt.tools.commands.bench.workers import of_extension
 from cvt.tools.commands.compile import launches
 from cvt_kernels import backends
@@ -256,7 +257,7 @@ def time(benchmark: BenchmarkFixture, run: Callable[[], Any], made: Prepared) ->
     if benchmark.disabled:
         benchmark.pedantic(run)
         return
-    peak = clock.peak_bytes(run, DEVICE) + (of_extension("workspace_bytes") or 0)
+    peak = ceilings.peak_bytes(run, DEVICE) + (of_extension("workspace_bytes") or 0)
     replay = clock.graph_replay(run) if CUDA else None
     timed, how = (run, "launches" if CUDA else "wall") if replay is None else (replay, "graph")
     start = clock.now(DEVICE)
@@ -281,4 +282,4 @@ def time(benchmark: BenchmarkFixture, run: Callable[[], Any], made: Prepared) ->
 
 
 #: The ceilings, each measured once in a process.
-copy_rate, product_rate = functools.cache(clock.copy_bandwidth), functools.cache(clock.product_rate)
+copy_rate, product_rate = functools.cache(ceilings.copy_bandwidth), functools.cache(ceilings.product_rate)

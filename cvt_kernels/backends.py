@@ -15,11 +15,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import torch
 
 from . import machine, modes
+
+if TYPE_CHECKING:
+    from .declaration import Declaration
 
 #: The name of a backend, or ``"auto"``. ``gluon`` are our kernels for sm_90 in Gluon, Triton's lower
 #: language, ``cuda`` and ``cpu`` those in csrc; ``composed`` calls other operators of this package. From
@@ -100,49 +103,14 @@ class Implementation:
         return self
 
 
-@dataclass(eq=False)
-class Operator:
-    """An operator, as ``choose`` needs it besides its backends.
-
-    Attributes:
-        name: Its name.
-        bind: Takes the arguments of a call; returns its record.
-        cost_class: Takes the record of a call; returns the last part of its cache key, which names a class of
-            calls that use the same kernels and cost about the same.
-        sample: Takes a factor and the record of a call; returns the record of a call on fewer images. With 1
-            they are enough for the check on a CPU, with 32 for the timing there.
-        defaults: PyTorch's own backends in order of preference: the first able one serves without an entry.
-            ``composed`` comes before them if other operators should serve then.
-        exact: Takes a record in float64; returns the exact result for tuning. By default the reference.
-        unrounded: Computes alternative results that are correct too, for implementations that do not round
-            where the operator does.
-        score: Takes a record and outputs that are no numbers, such as classes; returns numbers in their place
-            whose errors the check compares.
-        fused_by_compiler: Whether torch.compile fuses the operator with its neighbors on a CPU.
-        package: The name of the package that declares it, which has its card (``cards``).
-    """
-
-    name: str
-    bind: Callable[..., Record]
-    cost_class: Callable[[Record], str]
-    sample: Callable[[int, Record], Record]
-    defaults: tuple[str, ...]
-    exact: Callable[[Record], Any] | None
-    unrounded: Callable[[Record], Any] | None
-    score: Callable[[Record, list[torch.Tensor]], list[torch.Tensor]] | None
-    fused_by_compiler: bool
-    package: str
-
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def bound_by(bind: Callable[[Record], Callable[[Any], Any] | None]) -> Callable[[_Function], _Function]:
     """Marks a backend's function as one that can be bound to its parameters.
 
-    Args:
-        bind: Takes the record of a served call without gradients; returns a function that serves calls with
-            other numbers in the first argument, or None. The function may hold packed parameters.
+    ``bind`` takes the record of a served call without gradients; it returns a function that serves calls with
+    other numbers in the first argument, and may hold packed parameters, or None.
     """
 
     def mark(function: _Function) -> _Function:
@@ -159,7 +127,7 @@ def _imported(path: str) -> Callable[..., Any]:
 
 _AUTO: tuple[Backend, ...] = ("auto",)
 #: The operators: name → operator.
-operators: dict[str, Operator] = {}
+operators: dict[str, Declaration] = {}
 #: The implementations: operator → backend → implementation.
 implementations: dict[str, dict[str, Implementation]] = {}
 #: What serves later calls of this process (``declaration``): key of a call → function.
@@ -169,18 +137,14 @@ MOST_CACHED = 10_000
 _fallbacks: dict[tuple[str, str], str] = {}
 
 
-def declare(operator: Operator) -> None:
+def declare(operator: Declaration) -> None:
     """Adds an operator to the registry."""
     operators[operator.name] = operator
     implementations[operator.name] = {}
 
 
 def register(operator: str, backend: str, implementation: Implementation) -> None:
-    """Registers an implementation of ``operator`` on ``backend``, replacing an earlier one.
-
-    Raises:
-        ValueError: The operator or the backend is unknown.
-    """
+    """Registers an implementation of ``operator`` on ``backend``, replacing an earlier one."""
     if operator not in operators:
         raise ValueError(f"operator: got {operator!r}, expected one of {', '.join(operators)}")
     if backend not in BACKENDS:
@@ -439,20 +403,16 @@ def why_unsupported(operator: str, backend: str, call: Record) -> str | None:
     reason = why_unavailable(operator, backend, x.device.type)
     if reason is None and backend in OURS and x.is_cuda:
         reason = _gpu_lacks(backend, x.device)
-    if reason is None and backend in _UNTRANSFORMED:
-        reason = _why_transformed()
+    if reason is None and backend in _UNTRANSFORMED:  # modes that only PyTorch's own operators support
+        if modes.forward_mode_enabled():
+            reason = "forward-mode differentiation is not supported"
+        elif modes.is_transformed():
+            reason = "function transforms (torch.func) are not supported"
     if reason is None:
         # Another thread may have replaced the implementations, so that this one is not loaded yet.
         ask = implementations[operator][backend].load().why_unsupported
         reason = None if ask is None else ask(call)
     return reason
-
-
-def _why_transformed() -> str | None:
-    """Returns the mode around a call that only PyTorch's own operators support, or None."""
-    if modes.forward_mode_enabled():
-        return "forward-mode differentiation is not supported"
-    return "function transforms (torch.func) are not supported" if modes.is_transformed() else None
 
 
 def why_unavailable(operator: str, backend: str, device_type: str) -> str | None:

@@ -87,12 +87,7 @@ def check_float_tensor(name: str, value: Any, shape: str) -> None:
 
 
 def check_dimensions(name: str, value: Any, rank: int, shape: str) -> None:
-    """Raises unless ``value`` is a dense tensor of a floating dtype with ``rank`` dimensions.
-
-    Raises:
-        TypeError: It is something else.
-        ValueError: It has another number of dimensions.
-    """
+    """Raises TypeError unless ``value`` is a dense floating tensor, ValueError for another ``rank``."""
     check_float_tensor(name, value, shape)
     check_rank(name, value, rank, shape)
 
@@ -130,13 +125,9 @@ def check_device(name: str, tensor: Tensor, x_name: str, x: Tensor) -> None:
 
 
 def check_like(name: str, tensor: Tensor, x_name: str, x: Tensor, also: tuple[torch.dtype, ...] = ()) -> None:
-    """Raises unless ``tensor`` is on the device of ``x`` and has its dtype (or one in ``also``).
+    """Raises ValueError for another device than that of ``x``, TypeError for a dtype not its own or ``also``.
 
     Under autocast the dtypes may differ, except for float64, as with PyTorch's own operators.
-
-    Raises:
-        ValueError: Another device.
-        TypeError: Another dtype.
     """
     if tensor.device != x.device:  # compared here first, since a call takes as long as the rest
         check_device(name, tensor, x_name, x)
@@ -182,17 +173,13 @@ def check_vector(
 def check_kind(name: str, part: object, *kinds: type) -> None:
     """Raises TypeError unless ``part`` is an instance of one of ``kinds``."""
     if not isinstance(part, kinds):
-        got, *expected = _class_names(type(part), *kinds)
+        classes = (type(part), *kinds)
+        names = [kind.__name__ for kind in classes]
+        got, *expected = (  # with their modules, where two have the same name
+            f"{kind.__module__}.{own}" if names.count(own) > 1 else own
+            for kind, own in zip(classes, names, strict=True)
+        )
         raise TypeError(f"{name}: got {got}, expected {' or '.join(expected)}")
-
-
-def _class_names(*kinds: type) -> list[str]:
-    """Returns the names of classes, with their modules where two have the same name."""
-    names = [kind.__name__ for kind in kinds]
-    return [
-        f"{kind.__module__}.{name}" if names.count(name) > 1 else name
-        for kind, name in zip(kinds, names, strict=True)
-    ]
 
 
 def check_flag(name: str, value: object) -> None:
@@ -207,9 +194,7 @@ _LARGEST = sys.float_info.max
 def check_number(name: str, value: Any, expected: str = "a finite number") -> None:
     """Raises unless ``value`` is a finite real number: of Python, of NumPy, symbolic, or a scalar tensor.
 
-    Raises:
-        TypeError: It is not a number. A bool is none, nor is a tensor that requires a gradient.
-        ValueError: It is NaN or infinite.
+    It raises ValueError for NaN and infinities. A bool is no number, nor a tensor that requires a gradient.
     """
     if type(value) is not float and not _is_number(value):
         raise TypeError(f"{name}: got {shown(value)}, expected {expected}")
@@ -275,11 +260,7 @@ def _is_index(value: Any) -> bool:
 
 
 def indices(name: str, value: Any) -> list[int]:
-    """Returns an integer or a sequence of integers as a list.
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """Returns an integer or a sequence of integers as a list; raises TypeError for anything else."""
     expected = "an integer or a sequence of them"
     each = (value,) if _is_index(value) else as_tuple(name, value, expected)
     if not all(_is_index(index) for index in each):
@@ -325,15 +306,11 @@ _LEAST_MOST_PADDING = 64
 def check_geometry(
     prefix: str, kernel: int, sizes: Sequence[int], stride: Any, padding: Any, dilation: Any = 1
 ) -> tuple[int, ...]:
-    """Returns the height and width of a convolution's output; raises for invalid settings.
+    """Returns the height and width of a convolution's output; raises TypeError or ValueError.
 
     A height or width below 1 means that the output is empty. A padding far beyond the map and the kernel is
     refused, since it would only add zeros. ``prefix`` comes before names in messages; ``sizes`` are the
     height and width of the map. Where they are symbolic, only what is wrong for all of them raises.
-
-    Raises:
-        TypeError: A setting is not an integer.
-        ValueError: A setting is out of range, or the output has too many pixels.
     """
     # Compared here first, because the checks by name cost as much as a small operator's others together.
     plain = type(stride) is type(padding) is type(dilation) is int

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -64,11 +63,6 @@ class Row(NamedTuple):
     has: str = ""
     lacks: str = ""
     where: Callable[[Record], bool] | None = None
-
-    @property
-    def is_for_all(self) -> bool:
-        """True if it is for every call of its operators on its processor."""
-        return not (self.dtypes or self.where) and self.gradient is None
 
 
 def _rows_of(call: Record) -> int:
@@ -162,10 +156,8 @@ def _processor(device: torch.device) -> str:
 def choose(operator: str, call: Record) -> Implementation:
     """Chooses the first backend that can serve a call: of those requested, or under ``auto`` by the table.
 
-    PyTorch's own operators serve under a FLOP counter, whatever is requested.
-
-    Raises:
-        BackendUnavailable: None of the requested backends can serve the call.
+    PyTorch's own operators serve under a FLOP counter, whatever is requested. Where none of the requested
+    backends can serve the call, BackendUnavailable is raised.
     """
     if modes.is_counted():
         return _loaded(operator, "reference")
@@ -185,9 +177,6 @@ def choose_recorded(operator: str, call: Record) -> Implementation:
 
     Public functions end here before they check their arguments, because sizes are tensors then, and every
     comparison with them would be traced.
-
-    Raises:
-        BackendUnavailable: Only kernels of this project are requested.
     """
     requested = backends.operators[operator].defaults if backends.is_auto() else _names_requested(operator)
     names = [name for name in requested if name not in OURS]
@@ -272,11 +261,7 @@ def _names_requested(operator: str) -> tuple[str, ...]:
 
 
 def _first_able(operator: str, names: Iterable[str], call: Record, *, notes: bool = True) -> str:
-    """Returns the first backend of ``names`` that can serve a call.
-
-    Raises:
-        BackendUnavailable: None of them can.
-    """
+    """Returns the first backend of ``names`` that can serve a call."""
     is_auto = backends.is_auto()
     for backend in names:
         known = backends.implementations[operator].get(backend)
@@ -295,11 +280,10 @@ def _first_able(operator: str, names: Iterable[str], call: Record, *, notes: boo
 
 def _tuned(operator: str, call: Record, gradient: bool) -> str | None:
     """Returns the backend that this machine's file of choices has for a call, or None."""
-    x = call[0]
+    x, cost_class = call[0], backends.operators[operator].cost_class
     if not _has_choices(x.device):
         return None
-    cost_class = backends.operators[operator].cost_class(call)
-    return _remembered(operator, x.dtype, x.device, gradient, cost_class)
+    return _remembered(operator, x.dtype, x.device, gradient, cost_class(call))
 
 
 def _has_choices(device: torch.device) -> bool:
@@ -357,12 +341,11 @@ def chosen_backends(operator: str, device: torch.device) -> list[tuple[str, str]
 
     Where backends are requested, only the first available one is returned.
     """
-    found: dict[str, str] = {}
+    found: dict[str | None, str] = {}
     for names, reason in _preferences(operator, device):
         able = (name for name in names if why_unavailable(operator, name, device.type) is None)
-        for name in itertools.islice(able, 1):
-            found.setdefault(name, reason)
-    return list(found.items())
+        found.setdefault(next(able, None), reason)
+    return [(name, reason) for name, reason in found.items() if name is not None]
 
 
 def _preferences(operator: str, device: torch.device) -> list[tuple[Sequence[str], str]]:
@@ -379,7 +362,7 @@ def _preferences(operator: str, device: torch.device) -> list[tuple[Sequence[str
     for row in rows:
         names = [name for name in row.backends if name in known]
         found.append(((*names, *defaults), row.reason if names else "PyTorch's own"))
-    if not any(row.is_for_all for row in rows):
+    if all(row.dtypes or row.where or row.gradient is not None for row in rows):
         found.append((defaults, _why_no_row(device) or "PyTorch's own"))
     return found
 

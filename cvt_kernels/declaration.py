@@ -15,7 +15,7 @@ import numbers
 import typing
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -33,30 +33,51 @@ _Backend = Callable[[Record], Any]
 _Question = Callable[[Record], str | None]
 
 
-class Declaration(backends.Operator):
-    """A declared operator.
+@dataclass(eq=False)
+class Declaration:
+    """A declared operator. Its functions take the record of a call, a NamedTuple of the parameters.
 
     Attributes:
-        signature: The signature of the public function.
-        public: The public function.
-        reference: The decorated function, as a function of the record.
-        check, check_numbers, composition, sequences, key_also: See :func:`operator`.
+        name: Its name.
+        function: The decorated function, which computes it in plain PyTorch.
+        check: Raises TypeError or ValueError for wrong arguments. It depends on the key of a call only.
+        cost_class: Returns the last part of a call's cache key, which names a class of calls that use the
+            same kernels and cost about the same.
+        sample: Takes a factor and a record; returns the record of a call on fewer images. With 1 they are
+            enough for the check on a CPU, with 32 for the timing there.
+        defaults: PyTorch's own backends in order of preference: the first able one serves without an entry.
+            ``composed`` comes before them if other operators should serve then.
+        exact: Takes a record in float64; returns the exact result for tuning. By default the reference.
+        unrounded: Computes alternative results that are correct too, for implementations that do not round
+            where the operator does.
+        score: Takes a record and outputs that are no numbers, such as classes; returns numbers in their place
+            whose errors the check compares.
+        fused_by_compiler: Whether torch.compile fuses the operator with its neighbors on a CPU.
+        check_numbers: A parameter, and a check of its numbers, which are not in the key. The check runs at
+            every call where the parameter is not None.
+        composition: Returns a function of the record that serves the call without a choice of a backend, or
+            None. It is called once for a key.
+        sequences: Parameters that become tuples, and what each is expected to be, for messages.
+        key_also: Returns what choices depend on besides the facts of the arguments (:func:`facts_of`).
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        check: Callable[[Record], None],
-        check_numbers: tuple[str, Callable[[Record], None]] | None,
-        composition: Callable[[Record], Callable[[Record], Any] | None] | None,
-        sequences: Mapping[str, str] | None,
-        key_also: Callable[[Record], Any] | None,
-        **described: Any,
-    ) -> None:
-        self.signature = inspect.signature(function)
-        self.check, self.check_numbers, self.composition = check, check_numbers, composition
-        self.sequences, self.key_also = tuple((sequences or {}).items()), key_also
+    name: str
+    function: Callable[..., Any]
+    check: Callable[[Record], None]
+    cost_class: Callable[[Record], str]
+    sample: Callable[[int, Record], Record]
+    defaults: tuple[str, ...] = ("reference",)
+    exact: Callable[[Record], Any] | None = None
+    unrounded: Callable[[Record], Any] | None = None
+    score: Callable[[Record, list[Tensor]], list[Tensor]] | None = None
+    fused_by_compiler: bool = False
+    check_numbers: tuple[str, Callable[[Record], None]] | None = None
+    composition: Callable[[Record], _Backend | None] | None = None
+    sequences: Mapping[str, str] = field(default_factory=dict)
+    key_also: Callable[[Record], Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.package, self.signature = self.function.__module__, inspect.signature(self.function)
         parameters = [*self.signature.parameters.values()]
         self._positional = sum(each.kind is not each.KEYWORD_ONLY for each in parameters)
         # Keyword arguments without a default may come behind arguments with one; a NamedTuple's may not.
@@ -65,13 +86,12 @@ class Declaration(backends.Operator):
         defaults = given[first:]
         self._needed = [i for i in range(first, len(given)) if given[i] is _NOT_GIVEN]
         self._record: Any = collections.namedtuple(  # type: ignore[misc]
-            f"{name}_call", self.signature.parameters, defaults=defaults
+            f"{self.name}_call", self.signature.parameters, defaults=defaults
         )
-        super().__init__(name, bind=self._bind, package=function.__module__, **described)
-        self.reference = self.passing_on(function)
-        self.public = _public(self, function)
+        self.reference = self.passing_on(self.function)
+        self.public = _public(self, self.function)
 
-    def _bind(self, *args: Any, **kwargs: Any) -> Record:
+    def bind(self, *args: Any, **kwargs: Any) -> Record:
         """Returns the record of a call with these arguments; raises TypeError as Python does."""
         if len(args) <= self._positional:
             try:
@@ -99,13 +119,16 @@ class Declaration(backends.Operator):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Serves a call with the arguments of the public function."""
-        call = self._bind(*args, **kwargs)
+        call = self.bind(*args, **kwargs)
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return self._serve(call)[0]
         table = backends.dispatch_cache
         key, serve = self._known(call, table)
         if serve is None:
-            return self._first(call, key, table)
+            out, serve = self._serve(call)
+            if key is not None and serve is not None:
+                backends.cache_dispatch(table, key, serve)
+            return out
         if self.check_numbers is not None and getattr(call, self.check_numbers[0]) is not None:
             self.check_numbers[1](call)
         return serve(call)
@@ -122,13 +145,6 @@ class Declaration(backends.Operator):
             return key, table.get(key)
         except _NO_KEY:
             return None, None
-
-    def _first(self, call: Record, key: Any, table: dict[Any, Any]) -> Any:
-        """Serves a call that is not in the dispatch cache, and adds what serves later calls of its key."""
-        out, serve = self._serve(call)
-        if key is not None and serve is not None:
-            backends.cache_dispatch(table, key, serve)
-        return out
 
     def bound(self, call: Record) -> Callable[[Any], Any] | None:
         """Returns a function that serves calls with other numbers in the first argument, or None.
@@ -157,7 +173,7 @@ class Declaration(backends.Operator):
 
     def _with_tuples(self, call: Record) -> Record:
         """Returns the record with tuples in the place of other sequences."""
-        for name, expected in self.sequences:
+        for name, expected in self.sequences.items():
             given = getattr(call, name)
             if type(given) is not tuple:
                 call = call._replace(**{name: checks.as_tuple(name, given, expected)})
@@ -193,52 +209,27 @@ def _public(declared: Declaration, function: Function) -> Function:
 def operator(
     *,
     backends: Mapping[str, Implementation],
-    cost_class: Callable[[Record], str],
-    sample: Callable[[int, Record], Record],
-    check: Callable[[Record], None],
     name: str | None = None,
-    defaults: tuple[str, ...] = ("reference",),
-    exact: Callable[[Record], Any] | None = None,
-    unrounded: Callable[[Record], Any] | None = None,
-    score: Callable[[Record, list[Tensor]], list[Tensor]] | None = None,
-    fused_by_compiler: bool = False,
-    check_numbers: tuple[str, Callable[[Record], None]] | None = None,
     composed: _Backend | None = None,
-    composition: Callable[[Record], _Backend | None] | None = None,
-    sequences: Mapping[str, str] | None = None,
-    key_also: Callable[[Record], Any] | None = None,
+    **settings: Any,
 ) -> Callable[[Function], Function]:
     """Declares an operator; the decorated function computes it in plain PyTorch.
 
-    Functions take the record of a call, a NamedTuple with the names of the parameters. For ``cost_class``,
-    ``sample``, ``defaults``, ``exact``, ``unrounded``, ``score`` and ``fused_by_compiler``, see
-    :class:`backends.Operator`.
-
-    - ``backends``: Backend → implementation, besides the decorated function.
-    - ``check``: Raises TypeError or ValueError for wrong arguments. It depends on the key of a call only.
-    - ``name``: The name of the operator, by default the function's.
-    - ``check_numbers``: A parameter, and a check of its numbers, which are not in the key. The check runs at
-      every call where the parameter is not None.
-    - ``composed``: Calls other operators. It is a backend of its own on GPUs, and serves without a choice
-      where none of our kernels may.
-    - ``composition``: Returns a function of the record that serves the call without a choice of a backend, or
-      None. It is called once for a key.
-    - ``sequences``: Parameters that become tuples, and what each is expected to be, for messages.
-    - ``key_also``: Returns what choices depend on besides the facts of the arguments (:func:`facts_of`).
+    Args:
+        backends: Backend → implementation, besides the decorated function.
+        name: The name of the operator, by default the function's.
+        composed: A function of the record that calls other operators. It is a backend of its own on GPUs, and
+            serves without a choice where none of our kernels may.
+        **settings: Attributes of the :class:`Declaration`.
     """
 
     def declare(function: Function) -> Function:
         known, own = dict(backends), name or function.__name__
-        compose = composition
         if composed is not None:
             known["composed"] = Implementation(composed, ("cuda",))
-            compose = composition or _unless_ours(own, composed)
-        declared = Declaration(
-            own, function, check, check_numbers, compose, sequences, key_also,
-            cost_class=cost_class, sample=sample, defaults=defaults, exact=exact, unrounded=unrounded,
-            score=score, fused_by_compiler=fused_by_compiler,
-        )  # fmt: skip
-        setattr(reference, declared.name, function)
+            settings.setdefault("composition", _unless_ours(own, composed))
+        declared = Declaration(own, function, **settings)
+        setattr(reference, own, function)
         _register(declared, known)
         return typing.cast(Function, declared.public)
 
@@ -300,9 +291,7 @@ _SEQUENCES = tuple, list
 def facts_of(value: Any, grad: bool) -> Any:
     """Returns what choices may depend on of an argument, which keeps neither tensors nor other objects.
 
-    Args:
-        value: A tensor, a plain value, or a tuple or a list of these.
-        grad: Whether gradients are enabled.
+    It is a tensor, a plain value, or a tuple or a list of these; ``grad`` is whether gradients are enabled.
     """
     kind = value.__class__
     if kind in _VALUES:

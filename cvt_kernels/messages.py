@@ -21,7 +21,7 @@ def stacklevel_of_caller() -> int:
     """
     frame: FrameType | None = sys._getframe(1)
     level = 1
-    while frame is not None and _package_of(frame) in _PASSED:
+    while frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] in _PASSED:
         frame = frame.f_back
         level += 1
     return level
@@ -42,10 +42,6 @@ def is_foreign(error: Exception) -> bool:
         return True
     codes = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _package_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 # Tables and names for terminals ---------------------------------------------------------------------------

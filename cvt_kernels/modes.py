@@ -121,22 +121,6 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-# torch.compile of torch 2.11 cannot trace the first and takes the second for true; see the end of
-# backends.py.
-_has_autocast._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-# Dynamo does not trace it, and keeps what it was while tracing.
-convolution_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-# Dynamo cannot trace this function, but it enters the transforms that it traces and guards those around it.
-is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """Returns autocast's dtype for ``x``; None without autocast, and for float64, which autocast leaves."""
     if autocast_enabled(x) and x.dtype != torch.float64:
@@ -170,5 +154,9 @@ def is_counted() -> bool:
     return any(cls.__name__.endswith("FlopCounterMode") for cls in classes)
 
 
-# Nothing is compiled under a dispatch mode; see the end of backends.py.
-is_counted._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# Constants of a compiled graph; see the end of backends.py. torch.compile of torch 2.11 cannot trace the
+# first and takes the second for true; it does not trace the third, enters the transforms that it traces and
+# guards those around it, and compiles nothing under a dispatch mode.
+_constant: tuple[Any, ...] = _has_autocast, is_exporting, convolution_precision, is_transformed, is_counted
+for _function in _constant:
+    _function._dynamo_marked_constant = True

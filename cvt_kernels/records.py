@@ -320,11 +320,7 @@ def is_shadowed(module: nn.Module) -> bool:
 
 
 def _settings_of(bn: Any) -> tuple[float | None, float]:
-    """Returns the momentum and eps of a BatchNorm.
-
-    Raises:
-        TypeError: It is of another type.
-    """
+    """Returns the momentum and eps of a BatchNorm."""
     if is_frozen_batch_norm(bn):
         return 0.1, getattr(bn, "eps", 1e-5)  # those of transformers have no attribute of it
     checks.check_kind("bn", bn, nn.modules.batchnorm._BatchNorm)

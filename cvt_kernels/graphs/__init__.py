@@ -8,11 +8,8 @@ arguments, the settings (``_settings``), and the modules, parameters and buffers
 (``_Snapshot``) are the same as at the capture. In inference a call is replayed at once: hundreds of tensors
 are compared while the GPU computes, and the result of an outdated replay is dropped. Such a replay writes
 nothing but the graph's own memory, and the memory that it reads is kept. With gradients (``training``)
-the tensors are compared before, since a replay changes BatchNorm's statistics.
-
-A graphed model's class is swapped for one that overrides ``forward``, and ``_apply``, which drops the graphs
-before ``.to()`` moves the weights. The graphs are an attribute of the model; a copy or a pickle begins
-without graphs.
+the tensors are compared before, since a replay changes BatchNorm's statistics. The graphs are an attribute
+of the model, whose class is swapped; a copy or a pickle begins without graphs.
 """
 
 from __future__ import annotations
@@ -208,10 +205,6 @@ class _Graphs:
             self._seen.clear()
             self._snapshot = None
 
-    def _forget_kind(self, with_gradients: bool) -> None:
-        for key in [key for key, graph in self._graphs.items() if graph.has_backward is with_gradients]:
-            self._drop(key)
-
     def _drop(self, key: Any) -> None:
         graph = self._graphs.pop(key)
         graph.cuda.release(*graph.recorded)
@@ -221,26 +214,21 @@ class _Graphs:
 
     def why_not(self, model: nn.Module, call: _Call) -> str | None:
         """Returns why a call runs without a graph, or None."""
-        reason, snapshot = _why_not_of_call(model, call), _Snapshot(model)
-        reason = reason or snapshot.why_not(model, call, snapshot.wants_gradient(call))
+        reason, snapshot, known = _why_not_of_call(model, call), _Snapshot(model), self._snapshot
+        with_gradients = snapshot.wants_gradient(call)
+        reason = reason or snapshot.why_not(model, call, with_gradients)
         if reason is not None:
             return reason
         with self._lock:
-            with_gradients = snapshot.wants_gradient(call)
-            known, key = self._snapshot, _key(model, snapshot, call, with_gradients)
             if known is not None and not known.serves_as_before(model, with_gradients):
                 return "weights or modules were replaced; the call after this one is captured"
-            if with_gradients:
-                if key not in self._seen:
-                    return "a call with gradients is captured when it comes for the second time"
-                if self._is_waiting():
-                    return "the backward of the forward before has not been computed"
-            return self._failures.get(key)
+            return self._why_not_replayed(_key(model, snapshot, call, with_gradients), with_gradients)
 
-    def _is_waiting(self) -> bool:
-        """Returns whether the activations of a forward are still needed by its backward."""
+    def _why_not_replayed(self, key: Any, with_gradients: bool) -> str | None:
         turn = self._turn()
-        return turn is not None and not turn.is_over
+        if with_gradients and turn is not None and not turn.is_over:
+            return "the backward of the forward before has not been computed"
+        return _FIRST if with_gradients and key not in self._seen else self._failures.get(key)
 
     def call(self, model: nn.Module, forward: Callable[..., Any], call: _Call) -> Any:
         """Computes a call, by a graph unless :meth:`why_not` returns a reason."""
@@ -271,19 +259,18 @@ class _Graphs:
             self._snapshot = _Snapshot(model)
             return _NOTHING
         if not snapshot.holds_for(model, with_gradients, graph):
-            self._forget_kind(with_gradients)
+            for old in [old for old, each in self._graphs.items() if each.has_backward is with_gradients]:
+                self._drop(old)
             snapshot.forms[with_gradients] = snapshot.forms_of(model, with_gradients)
             return _NOTHING
-        if key in self._failures or snapshot.why_not(model, call, with_gradients) is not None:
+        if snapshot.why_not(model, call, with_gradients) is not None:
             return _NOTHING
-        if with_gradients:
-            if self._is_waiting():
-                return _NOTHING
-            if key not in self._seen:  # the sizes of a last batch may never come again
+        if (reason := self._why_not_replayed(key, with_gradients)) is not None:
+            if reason is _FIRST:  # the sizes of a last batch may never come again
                 self._seen.add(key)
-                return _NOTHING
+            return _NOTHING
         if graph is None:
-            return self._capture(key, snapshot, model, forward, call)
+            return self._capture(key, snapshot, model, forward, call, with_gradients)
         if not with_gradients:
             return outputs
         self._graphs.move_to_end(key)
@@ -295,13 +282,17 @@ class _Graphs:
         return graph.replay(call.tensors, turn)
 
     def _capture(
-        self, key: Any, snapshot: _Snapshot, model: nn.Module, forward: Callable[..., Any], call: _Call
+        self,
+        key: Any,
+        snapshot: _Snapshot,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: _Call,
+        with_gradients: bool,
     ) -> Any:
-        is_refused = False
-        with_gradients = snapshot.wants_gradient(call)
+        is_refused, outputs = False, _NOTHING
         _thread.is_capturing = True
         try:
-            outputs = _NOTHING
             if not with_gradients:
                 # As the user called it: this raises the user's errors.
                 outputs = forward(*call.args, **call.kwargs)
@@ -314,11 +305,11 @@ class _Graphs:
             if cuda is None or cuda.device != call.device:
                 cuda = self._captures[with_gradients] = _CudaCapture(call.device)
             try:
-                graph: Any
-                if with_gradients:
-                    graph = TrainingGraph(cuda, model, forward, call.arguments, call.tensors)
-                else:
-                    graph = _Graph(cuda, forward, call)
+                graph: Any = (
+                    TrainingGraph(cuda, model, forward, call.arguments, call.tensors)
+                    if with_gradients
+                    else _Graph(cuda, forward, call)
+                )
                 reason = graph.why_not or _why_not_copied(graph.leaves, call.device)
             except Exception as error:
                 self._captures.pop(with_gradients, None)  # its memory may hold allocations of this capture
@@ -352,6 +343,7 @@ class _Graphs:
 
 
 _NOTHING = object()
+_FIRST = "a call with gradients is captured when it comes for the second time"
 _MOST_FAILURES = 1000  # ever new shapes must not fill the memory
 _MOST_TRIES = 2
 

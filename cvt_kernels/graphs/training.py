@@ -106,16 +106,16 @@ class TrainingGraph(Captured):
         # Not the autograd graph of the capture, whose nodes belong to the stream of the capture.
         self.leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         if self.why_not is None and _host_random_state(cuda) != state:
-            self.why_not = "the forward takes random numbers of the host"
-            _set_host_random_state(state)
+            self.why_not, (of_python, of_cpu) = "the forward takes random numbers of the host", state
+            random.setstate(of_python)
+            if of_cpu:
+                torch.set_rng_state(torch.frombuffer(bytearray(of_cpu), dtype=torch.uint8))
 
     def _differentiate(self, outputs: Any, wanted: Sequence[Tensor]) -> None:
         """Computes the gradients of the outputs with respect to ``wanted``.
 
-        The first time, which is the warm-up, it makes the tensors that hold them and those of the results.
-
-        Raises:
-            RuntimeError: The outputs depend on a parameter for which no alias stands (:func:`_aliases`).
+        The first time, which is the warm-up, it makes the tensors that hold them and those of the results,
+        and raises RuntimeError for a parameter for which no alias stands (:func:`_aliases`).
         """
         results = [leaf for leaf in pytree.tree_leaves(outputs) if _is_differentiable(leaf)]
         is_first = self._gradients is None
@@ -262,10 +262,3 @@ def _host_random_state(cuda: Any) -> tuple[Any, bytes]:
     """Returns the states of Python's generator and of PyTorch's for the CPU, which no graph uses."""
     of_cpu = torch.get_rng_state() if cuda.device_type == "cuda" else torch.empty(0)
     return random.getstate(), of_cpu.numpy().tobytes()
-
-
-def _set_host_random_state(state: tuple[Any, bytes]) -> None:
-    of_python, of_cpu = state
-    random.setstate(of_python)
-    if of_cpu:
-        torch.set_rng_state(torch.frombuffer(bytearray(of_cpu), dtype=torch.uint8))

@@ -13,16 +13,14 @@ from torch import nn
 
 from ..classes import cached
 from ..models import accelerated_forward
-from ..models.blocks import HUGGING_FACE, block_of
+from ..models.blocks import HUGGING_FACE
 from ..models.families import SERVED, TABLE
 
 #: The beginnings of names of classes, and the models of transformers that they belong to.
 _FAMILIES = {"Cvt": "cvt", "Segformer": "segformer", "GLPN": "glpn", "PvtV2": "pvt_v2", "Pvt": "pvt"}
 
-_BLOCKS = [block_of(entry) for entry in (*TABLE.values(), *SERVED.values())]
-_NAMES = sorted(
-    {block.name for block in _BLOCKS if block.upstream == HUGGING_FACE and not block.is_only_served}
-)
+_ENTRIES = (*TABLE.values(), *SERVED.values())
+_NAMES = sorted({each.name for each in _ENTRIES if each.upstream == HUGGING_FACE and not each.is_only_served})
 
 
 def upstream_classes() -> list[Any]:

@@ -20,7 +20,7 @@ from .. import backends
 from . import tables
 from .formulas import Need, generation_of
 from .launching import Chip
-from .tables import Entry, numbers_of
+from .tables import numbers_of
 
 __all__ = ["configuration", "generation_of", "kernels", "overridden", "register", "shipped"]
 
@@ -51,12 +51,7 @@ def kernels() -> Mapping[str, Kernel]:
 
 @contextlib.contextmanager
 def overridden(kernel: str, config: Any) -> Iterator[None]:
-    """Replaces the configuration of one kernel within a ``with`` statement, for all calls of the process.
-
-    Raises:
-        ValueError: An unknown kernel.
-        TypeError: A configuration of other kernels.
-    """
+    """Replaces the configuration of one kernel within a ``with`` statement, for all calls of the process."""
     global _overrides
     if kernel not in _kernels and kernel not in kernels():
         raise ValueError(f"kernel: got {kernel!r}, expected one of {', '.join(sorted(_kernels))}")
@@ -75,15 +70,7 @@ def overridden(kernel: str, config: Any) -> Iterator[None]:
 
 
 def configuration(kernel: str, dtype: torch.dtype, sizes: tuple[int, ...], rows: int, chip: Chip) -> Any:
-    """Returns the configuration of a kernel for a call.
-
-    Args:
-        kernel: Its name, as registered.
-        dtype: The dtype of the numbers that it multiplies.
-        sizes: As in the entries of ``tables``: K and N of a product, or channels.
-        rows: The rows of the call.
-        chip: The GPU.
-    """
+    """Returns the configuration of a kernel for a call that multiplies numbers of ``dtype``; see ``Need``."""
     return _overrides.get(kernel) or _configuration(Need(kernel, numbers_of(dtype), sizes, rows, chip))
 
 
@@ -95,14 +82,13 @@ def _configuration(need: Need) -> Any:
 def shipped(need: Need) -> Any:
     """Returns the configuration of the nearest entry that ships for a need, or None."""
     for gpu in (need.chip.name, generation_of(need.chip.capability)):
-        distances = {
-            _ratio(need.rows, each): each for each in tables.TABLES.get(gpu, ()) if each[:3] == need[:3]
-        }
+        entries = [each for each in tables.TABLES.get(gpu, ()) if each[:3] == need[:3]]
+        distances = {_ratio(need.rows, each.rows): each for each in entries}
         if distances and min(distances) <= tables.REACH:
             return distances[min(distances)].config
     return None
 
 
-def _ratio(rows: int, entry: Entry) -> float:
+def _ratio(*rows: int) -> float:
     """Returns how many times as large the larger number of rows is."""
-    return max(rows, entry.rows) / max(1, min(rows, entry.rows))
+    return max(rows) / max(1, min(rows))

@@ -63,17 +63,16 @@ def shared_kilobytes(capability: int) -> int:
     return _SHARED.get(capability, min(_SHARED.values()))
 
 
-def _fitted(config: Product, need: Need) -> Product:
-    """Returns the configuration with a pipeline that fits into shared memory."""
-    size = {"single": 4, "half": 2}.get(need.numbers, 1)
-    stage = (config.block_m + config.width * config.parts) * config.block_k * size
-    most = shared_kilobytes(need.chip.capability) * 2**10 // stage
-    return replace(config, num_stages=max(1, min(config.num_stages, most)))
-
-
 def _fitting(formula: Callable[[Need], Product]) -> Callable[[Need], Product]:
     """Returns a formula of products with pipelines that fit into shared memory."""
-    return lambda need: _fitted(formula(need), need)
+
+    def fitted(need: Need) -> Product:
+        config, size = formula(need), {"single": 4, "half": 2}.get(need.numbers, 1)
+        stage = (config.block_m + config.width * config.parts) * config.block_k * size
+        most = shared_kilobytes(need.chip.capability) * 2**10 // stage
+        return replace(config, num_stages=max(1, min(config.num_stages, most)))
+
+    return fitted
 
 
 def _tiles(config: Product, need: Need) -> int:
@@ -153,17 +152,15 @@ def linear_add_layer_norm(need: Need) -> Product:
     """Returns a product whose tiles have whole rows, in parts that waste few columns."""
     outputs, width, parts = _whole_rows(need)
     if need.numbers == "single":
-        rows, block_k, stages, warps = (32 if outputs <= 384 else 16), 16, 2, 8
+        many = _product(32 if outputs <= 384 else 16, width, 16, 2, 8)
     elif need.generation == 80:
-        rows, block_k, stages, warps = (64 if outputs <= 384 else 32), 32, 3, 8
+        many = _product(64 if outputs <= 384 else 32, width, 32, 3, 8)
     else:
-        rows, block_k, stages, warps = 64, 64, 2, (4 if outputs <= 384 else 8)
-    many = Product(
-        block_m=rows, width=width, parts=parts, block_k=block_k, num_warps=warps, num_stages=stages
-    )
+        many = _product(64, width, 64, 2, 4 if outputs <= 384 else 8)
+    many = replace(many, parts=parts)
     if 2 * _tiles(many, need) >= need.chip.multiprocessors:
         return many
-    return replace(many, block_m=16, block_k=128 if block_k == 64 else block_k, num_warps=8)
+    return replace(many, block_m=16, block_k=128 if many.block_k == 64 else many.block_k, num_warps=8)
 
 
 @_fitting
@@ -226,74 +223,32 @@ def conv_linear(need: Need) -> ConvLinear:
 
 # Attention ------------------------------------------------------------------------------------------------
 #
-# By numbers, generation and padded channels of a head: tile of queries and of keys, warps, stages. Tensor
-# cores that take operands from shared memory want 64 rows per 4 warps, and leave registers for wider tiles.
-# Products of 32 bits hold their operands in registers: small tiles, many warps. sm_90's for up to 64 channels
-# are the fastest of those tried on an H200; the others were chosen by what the compiler makes of them.
-
-_ATTENTION: dict[tuple[str, int, int], dict[str, tuple[int, int, int, int]]] = {
-    ("half", 80, 64): {
-        "fwd": (64, 128, 4, 2),
-        "fwd_loop": (128, 64, 8, 3),
-        "bwd": (32, 64, 4, 2),
-        "bwd_dq": (64, 32, 4, 2),
-        "bwd_dkdv": (32, 64, 4, 2),
-    },
-    ("half", 80, 128): {
-        "fwd": (64, 64, 8, 2),
-        "fwd_loop": (32, 32, 4, 1),
-        "bwd": (32, 64, 8, 1),
-        "bwd_dq": (32, 32, 8, 1),
-        "bwd_dkdv": (32, 64, 8, 1),
-    },
-    ("half", 90, 64): {
-        "fwd": (64, 128, 4, 3),
-        "fwd_loop": (128, 64, 8, 3),
-        "bwd": (32, 64, 4, 3),
-        "bwd_dq": (128, 64, 8, 3),
-        "bwd_dkdv": (32, 64, 4, 3),  # 128 keys are 3 % faster in Triton 3.6, and spill in 3.7
-    },
-    # With 64 keys fwd_loop takes 126 to 132 registers, where two programs need 128, or spills.
-    ("half", 100, 64): {
-        "fwd": (64, 128, 4, 1),
-        "fwd_loop": (128, 32, 8, 3),
-        "bwd": (32, 64, 4, 2),
-        "bwd_dq": (128, 64, 8, 2),
-        "bwd_dkdv": (32, 64, 4, 3),
-    },
-    ("half", 90, 128): {
-        "fwd": (64, 64, 8, 2),
-        "fwd_loop": (64, 64, 8, 2),
-        "bwd": (32, 64, 8, 1),
-        "bwd_dq": (64, 64, 8, 1),
-        "bwd_dkdv": (64, 64, 8, 1),
-    },
-    ("single", 80, 64): {
-        "fwd": (32, 64, 8, 1),
-        "fwd_loop": (32, 32, 8, 2),
-        "bwd": (16, 64, 8, 1),
-        "bwd_dq": (32, 32, 8, 2),
-        "bwd_dkdv": (32, 32, 8, 1),
-    },
-    ("single", 80, 128): {
-        "fwd": (16, 64, 8, 1),
-        "fwd_loop": (16, 32, 8, 1),
-        "bwd": (16, 32, 8, 1),
-        "bwd_dq": (16, 32, 8, 1),
-        "bwd_dkdv": (32, 32, 8, 1),
-    },
-}
+# By numbers, generation and padded channels of a head: tile of queries and of keys, warps, stages of each
+# kernel. Tensor cores that take operands from shared memory want 64 rows per 4 warps, and leave registers for
+# wider tiles. Products of 32 bits hold their operands in registers: small tiles, many warps. sm_90's for up
+# to 64 channels are the fastest of those tried on an H200 (in bwd_dkdv 128 keys are 3 % faster in Triton 3.6,
+# and spill in 3.7); the others were chosen by what the compiler makes of them. On sm_100 fwd_loop with 64
+# keys takes 126 to 132 registers, where two programs need 128, or spills.
 
 #: What has a configuration of attention, as in names of kernels.
-ATTENTION_KERNELS = tuple(_ATTENTION["half", 80, 64])
+ATTENTION_KERNELS = ("fwd", "fwd_loop", "bwd", "bwd_dq", "bwd_dkdv")
+_ATTENTION = {
+    ("half", 80, 64): ((64, 128, 4, 2), (128, 64, 8, 3), (32, 64, 4, 2), (64, 32, 4, 2), (32, 64, 4, 2)),
+    ("half", 80, 128): ((64, 64, 8, 2), (32, 32, 4, 1), (32, 64, 8, 1), (32, 32, 8, 1), (32, 64, 8, 1)),
+    ("half", 90, 64): ((64, 128, 4, 3), (128, 64, 8, 3), (32, 64, 4, 3), (128, 64, 8, 3), (32, 64, 4, 3)),
+    ("half", 100, 64): ((64, 128, 4, 1), (128, 32, 8, 3), (32, 64, 4, 2), (128, 64, 8, 2), (32, 64, 4, 3)),
+    ("half", 90, 128): ((64, 64, 8, 2), (64, 64, 8, 2), (32, 64, 8, 1), (64, 64, 8, 1), (64, 64, 8, 1)),
+    ("single", 80, 64): ((32, 64, 8, 1), (32, 32, 8, 2), (16, 64, 8, 1), (32, 32, 8, 2), (32, 32, 8, 1)),
+    ("single", 80, 128): ((16, 64, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (16, 32, 8, 1), (32, 32, 8, 1)),
+}
 
 
 def attention(need: Need) -> Attention:
     """Returns the configuration of the newest generation that is no newer than the GPU's."""
     width, kernel = (64 if need.sizes[0] <= 64 else 128), need.kernel.removeprefix("attention_")
     generations = [g for n, g, w in _ATTENTION if (n, w) == (need.numbers, width) and g <= need.generation]
-    known = _ATTENTION[need.numbers, max(generations), width]
-    return Attention(**dict(zip(Attention.__dataclass_fields__, known[kernel], strict=True)))
+    known = _ATTENTION[need.numbers, max(generations), width][ATTENTION_KERNELS.index(kernel)]
+    return Attention(**dict(zip(Attention.__dataclass_fields__, known, strict=True)))
 
 
 # Convolutional projection ---------------------------------------------------------------------------------

@@ -198,11 +198,7 @@ class TritonKernel(NamedTuple):
     options: dict[str, int]
 
     def compile(self) -> Any:
-        """Compiles the kernel into Triton's cache, under the key that a launch looks for, or finds it there.
-
-        Raises:
-            RuntimeError: It does not compile.
-        """
+        """Compiles the kernel into Triton's cache, under the key of a launch, or finds it there."""
         import triton
 
         try:
@@ -221,11 +217,7 @@ class TritonKernel(NamedTuple):
         return False
 
     def compile_into_cache(self) -> None:
-        """Compiles the kernel, and the launcher in C that Triton up to 3.6 has for each signature.
-
-        Raises:
-            RuntimeError: It does not compile.
-        """
+        """Compiles the kernel, and the launcher in C that Triton up to 3.6 has for each signature."""
         compiled = self.compile()
         driver = importlib.import_module("triton.backends.nvidia.driver")
         if hasattr(driver, "make_launcher"):

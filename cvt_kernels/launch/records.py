@@ -8,7 +8,12 @@ from typing import ClassVar
 
 
 class _Launched:
-    """A record of fields that are Triton's launch options."""
+    """A record with fields that are Triton's launch options.
+
+    They are ``num_warps``, the warps of a program; ``num_stages``, the depth of the pipeline of loads; and
+    ``registers``, the limit of registers per thread, None for no limit. Without a limit ptxas may target an
+    occupancy of its own choice and spill to reach it.
+    """
 
     @property
     def options(self) -> dict[str, int]:
@@ -31,8 +36,6 @@ class Product(_Launched):
         width: Columns of a part of a tile.
         parts: Parts of a tile, side by side, each with its own sums.
         block_k: Inputs per step of the loop.
-        num_warps: Warps of a program.
-        num_stages: Depth of the pipeline of loads.
         programs: Persistent programs per multiprocessor; 0 for one program per tile.
         specialized: Whether dedicated warps load the tiles (warp specialization), with descriptors.
     """
@@ -56,8 +59,6 @@ class ConvLinear(_Launched):
         branches: The most branches that a program computes together: 1 or 2.
         outputs: The most channels of one product.
         chunk: The most channels that a product sums over at once.
-        num_warps: Warps of a program; a lane has one strip of outputs at a time.
-        registers: The limit of registers per thread.
     """
 
     tokens: int
@@ -75,8 +76,6 @@ class Attention(_Launched):
     Attributes:
         block_q: Queries of a tile.
         block_kv: Keys of a tile; the widest one in the forward that holds all keys.
-        num_warps: Warps of a program.
-        num_stages: Depth of the pipeline of loads.
     """
 
     block_q: int
@@ -92,9 +91,6 @@ class Pixels(_Launched):
     Attributes:
         pixels: P, rows of a tile: pixels, or partial sums.
         channels: BC, channels of a tile; 8 of them are one 16-byte load in half precision.
-        num_warps: Warps of a program.
-        registers: The limit of registers per thread. Without one, ptxas targets an occupancy of its own
-            choice and spills to reach it.
     """
 
     pixels: int
@@ -110,7 +106,6 @@ class Sliding:
     Attributes:
         pairs: The most pairs of columns of a program; one warp has each.
         channels: Channels of a program: for 2-byte dtypes, half as many for others.
-        registers: The limit of registers per thread.
         resident_warps: Warps resident on a multiprocessor.
     """
 
@@ -127,8 +122,6 @@ class Rows(_Launched):
     Attributes:
         elements: The most elements of a tile of rows; a longer row is a tile too. 0 where a tile has 16 rows
             of each warp.
-        num_warps: Warps of a program.
-        registers: The limit of registers per thread; None for no limit.
         resident_programs: For a persistent kernel, whose programs compute several tiles each: programs
             resident on a multiprocessor. 0 for one program per tile.
     """
@@ -148,10 +141,7 @@ class Mlp(_Launched):
         resident: Whether a program keeps all weights in shared memory, rather than streams them.
         block_rows: Rows of a tile.
         block_hidden: Hidden features of a chunk.
-        num_warps: Warps of a program.
-        num_stages: Depth of the pipeline of loads, where weights are streamed.
         programs: Programs per multiprocessor.
-        registers: The limit of registers per thread; None for no limit.
     """
 
     resident: bool

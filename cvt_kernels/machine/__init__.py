@@ -62,12 +62,14 @@ class Machine(NamedTuple):
 @functools.cache
 def facts() -> Machine:
     """Returns the facts about this machine, cached; runs ``nvcc --version``, but creates no CUDA context."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    properties = [torch.cuda.get_device_properties(index) for index in range(count)]
     return Machine(
         python=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         torch=torch.__version__,
         triton=installed_version("triton") or "not installed",
         cpu=f"{cpu_name()}, {torch.get_num_threads()} threads",
-        gpus=_gpus(),
+        gpus=tuple(f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB" for p in properties),
         nvcc=_nvcc(),
         extension=_extension(),
     )
@@ -115,14 +117,16 @@ def why_not_importable(module: str) -> str | None:
 def why_extension_unavailable(device_type: str) -> str | None:
     """Returns why this machine has no kernels of the extension for a type of device, or None.
 
-    Raises:
-        ExtensionError: The extension is installed but does not load.
+    It raises ExtensionError if the extension is installed but does not load.
     """
     if not has_extension():
         return f"the extension {_EXTENSION} is not installed: {_how_to_build()}"
     facts = load_extension()
     if device_type != "cuda":
-        return _why_no_set_runs(facts.cpu_sets.split())
+        compiled = facts.cpu_sets.split()
+        if set(compiled) & set(cpu_sets_here()):
+            return None
+        return f"the extension was built for {' '.join(compiled)}, which this CPU lacks; run {_BUILD}"
     return _why_cuda_unavailable(facts.cuda, facts.cuda_request) or _why_no_gpu_runs("cuda")
 
 
@@ -150,7 +154,7 @@ def why_gpu_unsupported(backend: str, index: int) -> str | None:
             return f"Triton below {_TRITON_FOR_10} computes wrong products on {name}; {version} is installed"
     if backend != "cuda":
         return None
-    architectures = _split(load_extension().architectures)
+    architectures = list(filter(None, load_extension().architectures.split(",")))
     if any(_runs_on(capability, architecture) for architecture in architectures):
         return None
     return f"the extension was built for {', '.join(architectures)}, which {name} cannot run; run {_BUILD}"
@@ -172,13 +176,6 @@ def _how_to_build() -> str:
             f"run {_BUILD}"
         )
     return f"pip leaves it out where the build does not see torch; run {_BUILD}"
-
-
-def _why_no_set_runs(compiled: list[str]) -> str | None:
-    """Returns why this CPU runs none of the loops of the extension, or None."""
-    if set(compiled) & set(cpu_sets_here()):
-        return None
-    return f"the extension was built for {' '.join(compiled)}, which this CPU lacks; run {_BUILD}"
 
 
 def _why_cuda_unavailable(toolkit: str, requested: str) -> str | None:
@@ -215,10 +212,6 @@ def cuda_driver_version() -> int:
     version = ctypes.c_int(0)
     driver.cuDriverGetVersion(ctypes.byref(version))
     return version.value
-
-
-def _split(names: str) -> tuple[str, ...]:
-    return tuple(filter(None, names.split(",")))
 
 
 @functools.cache
@@ -264,7 +257,7 @@ def _extension() -> str:
     if reason is not None:
         return "not built" if not has_extension() else reason
     facts = load_extension()
-    cuda = f"CUDA {facts.cuda} for {', '.join(_split(facts.architectures))}" if facts.cuda else "no CUDA"
+    cuda = f"CUDA {facts.cuda} for {facts.architectures.replace(',', ', ')}" if facts.cuda else "no CUDA"
     return f"{facts.version}, CPU {_cpu_sets(facts.cpu_sets.split())}, {cuda}, {facts.compiler}"
 
 
@@ -309,13 +302,6 @@ def cpu_name() -> str:
     except OSError:  # not Linux
         names = []
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _gpus() -> tuple[str, ...]:
-    if not torch.cuda.is_available():
-        return ()
-    properties = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
-    return tuple(f"{p.name}, sm_{p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB" for p in properties)
 
 
 def _nvcc() -> str:
@@ -440,7 +426,8 @@ def why_kernels_are_missing() -> str | None:
     """Returns which kernels for this machine are not installed and how to install them, or None."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
         return None
-    has_gpu = _has_gpu()
+    gpus = range(torch.cuda.device_count()) if torch.version.cuda and torch.cuda.is_available() else ()
+    has_gpu = any(torch.cuda.get_device_capability(index) >= OLDEST_GPU for index in gpus)
     reasons = []
     with contextlib.suppress(ExtensionError):  # the first call will raise it
         reasons.append(why_extension_unavailable("cpu"))
@@ -449,11 +436,3 @@ def why_kernels_are_missing() -> str | None:
     if has_gpu:
         reasons.append(why_triton_unavailable("cuda"))
     return "; ".join(reason for reason in reasons if reason is not None) or None
-
-
-def _has_gpu() -> bool:
-    """Returns whether there is an NVIDIA GPU that this project has kernels for."""
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return False
-    gpus = range(torch.cuda.device_count())
-    return any(torch.cuda.get_device_capability(index) >= OLDEST_GPU for index in gpus)

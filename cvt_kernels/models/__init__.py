@@ -4,12 +4,7 @@ The class of a supported block is swapped for a subclass of the same name that o
 Parameters, buffers, submodules, hooks and ``state_dict`` stay.
 
 Every call checks that the block is what its entry in the table expects; if not, the block's own forward runs.
-The files, from the bottom up: ``watching`` (hooks and patches on modules that are not called), ``blocks``
-(the modules of a block, the form of an entry), ``forward`` (the forward of a block), ``stages`` (whole stages
-and layers for serving), ``class_token`` (the last block of a classifier), ``heads`` (SegFormer's, GLPN's),
-``maps`` (what models return), ``families`` (which module is which part, a file each), ``matching`` (finds and
-checks blocks, stages and layers), ``served`` (serves them), this file (swaps classes), ``coverage`` and
-``verify``.
+CONTRIBUTING.md says what each file is for.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ from ..graphs import change_class, is_bound_by_host, is_within_graphed, ungraphe
 from ..machine import warn_of_missing_kernels
 from ..ops.linear_int8.modules import QuantizedLayer, put_back
 from . import class_token, maps, served
-from .blocks import HUGGING_FACE, BlockEntry, block_of
+from .blocks import HUGGING_FACE, Entry
 from .class_token import class_token_of, is_block_wanted
 from .families import CLASSIFIERS, MODELS, SERVED, TABLE
 from .forward import forward_block
@@ -112,7 +107,7 @@ def accelerate(model: _Model, *, freeze: bool | None = None) -> _Model:
         if classifier is not None:
             _swap(module, classifier.name)
     for _, stage, stage_entry in [] if freeze is False else find_stages(model):
-        is_upstreams = why_another_forward(stage, block_of(stage_entry)) is None
+        is_upstreams = why_another_forward(stage, stage_entry) is None
         if is_upstreams and not (served.is_serving(stage) or served.is_frozen(stage)):
             _swap(stage, stage_entry.serving_key + _IN_EVALUATION)
     for module, key in maps.find_models(model):
@@ -133,9 +128,8 @@ def accelerated_forward(original: type[nn.Module]) -> Any:
 
     It may be bound to a module of that class too, in the place of a derived class.
     """
-    stages = {key: block_of(entry) for key, entry in SERVED.items()}
     keys = [key for key, entry in TABLE.items() if _is_entry_of(original, entry) and not entry.is_only_served]
-    keys += [key + _IN_EVALUATION for key, entry in stages.items() if _is_entry_of(original, entry)]
+    keys += [key + _IN_EVALUATION for key, entry in SERVED.items() if _is_entry_of(original, entry)]
     if not keys:
         return None
     forward = _swapped_class(original, *keys).forward
@@ -143,18 +137,14 @@ def accelerated_forward(original: type[nn.Module]) -> Any:
     return forward
 
 
-def _is_entry_of(original: type[nn.Module], entry: BlockEntry) -> bool:
+def _is_entry_of(original: type[nn.Module], entry: Entry) -> bool:
     arguments = tuple(inspect.signature(original.forward).parameters)[1:]
     described = entry.upstream, entry.name, entry.arguments
     return described == (HUGGING_FACE, original.__name__, arguments)
 
 
 def _freezable_stages(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Returns the stages and layers of a model that can be frozen, with the keys of their entries.
-
-    Raises:
-        ValueError: There are none, or the model is in training mode.
-    """
+    """Returns the stages and layers of a model that can be frozen, with the keys of their entries."""
     if model.training:
         raise ValueError("model: is in training mode, expected model.eval() before freeze=True")
     found = find_stages(model)
@@ -210,7 +200,7 @@ def give_classes_back(model: _Model) -> _Model:
 
 
 def _run_fused(
-    block: nn.Module, entry: BlockEntry, own: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    block: nn.Module, entry: Any, own: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
     parts = parts_if_fused(block, entry)
     result = NotImplemented
@@ -237,7 +227,6 @@ class _Here(threading.local):
 
 
 _here = _Here()
-
 
 #: The end of the keys of stages and layers that are served as one in evaluation.
 _IN_EVALUATION = ", in evaluation"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -474,8 +475,9 @@ def is_at_home(kind: type, upstream: str) -> bool:
 # The entries of the table -----------------------------------------------------------------------------------
 
 
-class BlockEntry(NamedTuple):
-    """A class of blocks, embeddings or heads.
+@dataclass(eq=False)
+class Entry:
+    """A class of upstream's.
 
     Attributes:
         upstream, name: The project whose class it is, and its name.
@@ -483,14 +485,11 @@ class BlockEntry(NamedTuple):
         arguments: Names of the arguments of ``forward``; empty for the classes of ``cvt``, which call the
             fused forward themselves.
         children: Names of the submodules. There are no parameters or buffers beside them.
-        classes: Names of the classes within a block that hold the modules of its parts.
-        layers: Paths of the layers that ``quantize`` may replace: linear, or an embedding's convolution.
-        forward: The fused forward of an embedding or a head; ``NotImplemented`` leaves a call to its own.
+        classes: Names of the classes within that hold the modules of its parts; of a stage, all outside of
+            ``torch.nn``.
         variant: Name of a submodule that distinguishes the class from another one of the same name.
-        is_layer: True if a block is served as one operator. (Those of a CvT are, within their stage.)
         may_take: Names of arguments that ``forward`` has in some versions only.
-        is_only_served: True if a block runs as one operator on a CPU, and elsewhere by its own forward.
-        grid_arguments: How many arguments after the tokens are their grid: 2, 1 that is a pair, or none.
+        is_only_served: True if it runs as one operator on a CPU, and elsewhere by its own forward.
         why_unserved: Why no operator computes blocks of the class; empty if some does.
     """
 
@@ -500,13 +499,9 @@ class BlockEntry(NamedTuple):
     arguments: tuple[str, ...] = ()
     children: frozenset[str] = frozenset()
     classes: frozenset[str] = frozenset()
-    layers: tuple[str, ...] = ()
-    forward: Callable[..., Any] | None = None
     variant: str = ""
-    is_layer: bool = False
     may_take: tuple[str, ...] = ()
     is_only_served: bool = False
-    grid_arguments: int = 2
     why_unserved: str = ""
 
     @property
@@ -514,15 +509,39 @@ class BlockEntry(NamedTuple):
         """The name of the entry in the table, and in pickles."""
         return f"{self.upstream} {self.name}" + (f" with {self.variant}" if self.variant else "")
 
+    def first_of(self, count: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """Returns the first arguments of a call; None if others say more than to leave something out."""
+        if len(args) > len(self.arguments):
+            return None
+        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        first = [given.pop(name, None) for name in self.arguments[:count]]
+        # A layer of transformers 5 gets all that the model was called with; hidden states are recorded
+        # elsewhere.
+        given.pop("output_hidden_states", None)
+        return None if any(value is not None and value is not False for value in given.values()) else first
+
+
+@dataclass(eq=False)
+class BlockEntry(Entry):
+    """A class of blocks, embeddings or heads.
+
+    Attributes:
+        layers: Paths of the layers that ``quantize`` may replace: linear, or an embedding's convolution.
+        forward: The fused forward of an embedding or a head; ``NotImplemented`` leaves a call to its own.
+        is_layer: True if a block is served as one operator. (Those of a CvT are, within their stage.)
+        grid_arguments: How many arguments after the tokens are their grid: 2, 1 that is a pair, or none.
+    """
+
+    layers: tuple[str, ...] = ()
+    forward: Callable[..., Any] | None = None
+    is_layer: bool = False
+    grid_arguments: int = 2
+    noun = "layer"
+
     @property
     def serving_key(self) -> str:
         """The name among the entries of what is served as one, and in pickles."""
         return f"{self.key}, frozen"
-
-    @property
-    def noun(self) -> str:
-        """The word for its modules."""
-        return "layer"
 
     @property
     def is_embedding(self) -> bool:
@@ -545,17 +564,6 @@ class BlockEntry(NamedTuple):
             return None
         return x, (grid[0], grid[1])
 
-    def first_of(self, count: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any] | None:
-        """Returns the first arguments of a call; None if others say more than to leave something out."""
-        if len(args) > len(self.arguments):
-            return None
-        given = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-        first = [given.pop(name, None) for name in self.arguments[:count]]
-        # A layer of transformers 5 gets all that the model was called with; hidden states are recorded
-        # elsewhere.
-        given.pop("output_hidden_states", None)
-        return None if any(value is not None and value is not False for value in given.values()) else first
-
     def others(self, grid: tuple[int, int]) -> tuple[Any, ...]:
         """Returns what the block's forward takes after the tokens in a call that is served."""
         forms = (None,) * ("attention_mask" in self.arguments), (grid,), grid
@@ -571,45 +579,33 @@ class BlockEntry(NamedTuple):
         return tokens
 
 
-class StageEntry(NamedTuple):
-    """A class of stages, each an embedding and its blocks, which run as one.
+@dataclass(eq=False, kw_only=True)
+class StageEntry(Entry):
+    """A class of stages, each an embedding and its blocks, which run as one; its parts are ``StageParts``.
 
     Attributes:
-        block: Describes the class as if it were a block; its ``parts`` are :class:`StageParts`.
-        classes: Names of its submodules' classes outside of ``torch.nn``.
         embedding: Returns the convolution and the class token, if there is one.
         result: Takes a stage, tokens (B, T, C) and their grid; returns the result of the stage's forward.
         tokens: Takes a result of the stage's forward; returns its tokens.
-        others: What the stage's forward takes after the image in a call that is served.
+        others: Takes the grid; returns what the forward takes after the image in a call that is served.
         why_unsupported: Returns why a stage of upstream's structure cannot run as one, or None.
     """
 
-    block: BlockEntry
-    classes: frozenset[str]
     embedding: Callable[[Any], tuple[nn.Conv2d, Tensor | None]]
     result: Callable[[Any, Tensor, tuple[int, int]], Any]
     tokens: Callable[[Any], Tensor]
-    others: tuple[Any, ...] = ()
+    others: Callable[[Any], tuple[Any, ...]] = lambda grid: ()
     why_unsupported: Callable[[Any], str | None] = lambda stage: None
-
-    @property
-    def parts(self) -> Callable[[Any], StageParts]:
-        """Returns the modules of a stage."""
-        return self.block.parts
+    noun = "stage"
 
     @property
     def serving_key(self) -> str:
         """The name among the entries of what is served as one, and in pickles."""
-        return self.block.key
-
-    @property
-    def noun(self) -> str:
-        """The word for its modules."""
-        return "stage"
+        return self.key
 
     def call_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, None] | None:
         """Returns the image of a call, which has no grid; None for a call of another form."""
-        given = self.block.first_of(1, args, kwargs)
+        given = self.first_of(1, args, kwargs)
         return None if given is None or not isinstance(given[0], Tensor) else (given[0], None)
 
 
@@ -640,11 +636,6 @@ ServedEntry = StageEntry | BlockEntry
 Parts = BlockParts | BypassedParts
 
 
-def block_of(entry: ServedEntry) -> BlockEntry:
-    """Returns the description of the class of a stage or a layer."""
-    return entry.block if isinstance(entry, StageEntry) else entry
-
-
 def map_and_class_token(stage: Any, tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
     """Returns the map (B, C, H, W) and the class token (B, 1, C), if there is one, of a stage's tokens."""
     class_tokens = tokens.shape[1] - grid[0] * grid[1]
@@ -664,20 +655,3 @@ def unserved_entry(upstream: str, name: str, reason: str) -> BlockEntry:
     return BlockEntry(
         upstream, name, lambda self: BypassedParts([]), is_only_served=True, why_unserved=reason
     )
-
-
-def named(*entries: BlockEntry) -> dict[str, tuple[BlockEntry, ...]]:
-    """Returns class name → entries, several for a name with variants."""
-    names = dict.fromkeys(entry.name for entry in entries)
-    return {name: tuple(entry for entry in entries if entry.name == name) for name in names}
-
-
-def recognize_by_name(module: nn.Module, entries: dict[str, tuple[BlockEntry, ...]]) -> BlockEntry | None:
-    """Returns the entry of a module by its classes' names and its submodules; None for others.
-
-    A module that has the name only gets an entry too, with which it will not agree.
-    """
-    names = (cls.__name__ for cls in type(module).__mro__)
-    variants = next((entries[name] for name in names if name in entries), ())
-    alike = (entry for entry in variants if not entry.variant or entry.variant in module._modules)
-    return next(alike, variants[0] if variants else None)

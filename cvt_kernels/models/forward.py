@@ -157,12 +157,9 @@ def _channels_last(projection: nn.Module, image: Tensor) -> Tensor:
     With channels first, cuDNN has no kernel of tensor cores for three channels, and converts all gradients.
     """
     dtype = modes.autocast_dtype(image) or image.dtype
-    if (
-        not image.is_cuda
-        or dtype.itemsize != 2
-        or type(projection) is not nn.Conv2d
-        or is_watched(projection)
-    ):
+    if not image.is_cuda or dtype.itemsize != 2:
+        return image
+    if type(projection) is not nn.Conv2d or is_watched(projection):
         return image
     return image.to(dtype=dtype, memory_format=torch.channels_last)
 
@@ -195,19 +192,9 @@ def embed_tokens(
         image = image.contiguous()
     if is_one_embedding(projection, norm, image):
         grid = output_grid(image, projection)
-        tokens = conv_embedding(
-            image,
-            projection.weight,
-            projection.bias,
-            norm.weight,
-            norm.bias,
-            stride=projection.stride[0],
-            padding=projection.padding[0],
-            eps=norm.eps,
-            class_token=class_token,
-            positions=positions,
-        )
-        return tokens, *grid
+        tensors = image, projection.weight, projection.bias, norm.weight, norm.bias
+        settings = {"stride": projection.stride[0], "padding": projection.padding[0], "eps": norm.eps}
+        return conv_embedding(*tensors, **settings, class_token=class_token, positions=positions), *grid
     image = projection(image)
     height, width = image.shape[2:]
     return normalize(norm, image.flatten(2).transpose(1, 2)), height, width

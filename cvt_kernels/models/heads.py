@@ -8,7 +8,7 @@ map to the head. Called by itself, or with hooks on one of them, each runs its o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -302,32 +302,23 @@ def _parts_of_model(model: Any) -> BypassedParts:
     return BypassedParts(modules, next((part.reason for part in parts if part.reason), None))
 
 
-def _entry(
-    name: str,
-    forward: Callable[..., Any],
-    parts: Callable[[Any], BypassedParts],
-    *children: str,
-    arguments: tuple[str, ...] = ("hidden_states",),
-    may_take: tuple[str, ...] = (),
-) -> BlockEntry:
-    return BlockEntry(
-        upstream=HUGGING_FACE,
-        name=name,
-        parts=parts,
-        arguments=arguments,
-        children=frozenset(children),
-        forward=forward,
-        may_take=may_take,
-    )
-
-
 #: The entries of GLPN's model, decoder and head.
 DEPTH_ENTRIES = (
-    _entry(
-        *("GLPNForDepthEstimation", _estimate, _parts_of_model, "glpn", "decoder", "head"),
-        arguments=("pixel_values", "labels", "output_attentions", "output_hidden_states", "return_dict"),
+    BlockEntry(
+        *(HUGGING_FACE, "GLPNForDepthEstimation", _parts_of_model),
+        ("pixel_values", "labels", "output_attentions", "output_hidden_states", "return_dict"),
+        frozenset(("glpn", "decoder", "head")),
+        forward=_estimate,
         may_take=("kwargs",),
     ),
-    _entry("GLPNDecoder", _decode, _parts_of_decoder, "stages", "final_upsample"),
-    _entry("GLPNDepthEstimationHead", _compute_depth, _parts_of_depth_head, "head"),
+    BlockEntry(
+        *(HUGGING_FACE, "GLPNDecoder", _parts_of_decoder, ("hidden_states",)),
+        frozenset(("stages", "final_upsample")),
+        forward=_decode,
+    ),
+    BlockEntry(
+        *(HUGGING_FACE, "GLPNDepthEstimationHead", _parts_of_depth_head, ("hidden_states",)),
+        frozenset(("head",)),
+        forward=_compute_depth,
+    ),
 )

@@ -19,12 +19,12 @@ from .blocks import (
     BlockEntry,
     BlockParts,
     BypassedParts,
+    Entry,
     Parts,
     ServedEntry,
     StageEntry,
     StageParts,
     Unsupported,
-    block_of,
     class_name,
     is_at_home,
     is_named,
@@ -53,12 +53,7 @@ _WORKING_NAMES = ("LayerScale", *GELU_VARIANTS)
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
-    """Returns path, block and entry of all blocks that may be fused, in the model's order.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: There is no such block.
-    """
+    """Returns path, block and entry of all blocks that may be fused; ValueError if there is none."""
     found = blocks_in(model)
     if not found:
         raise ValueError(
@@ -74,11 +69,7 @@ def model_name(model: nn.Module) -> str:
 
 
 def blocks_in(model: nn.Module) -> list[tuple[str, nn.Module, BlockEntry]]:
-    """Returns the blocks of :func:`find_blocks`, or an empty list.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-    """
+    """Returns the blocks of :func:`find_blocks`, or an empty list."""
     checks.check_kind("model", model, nn.Module)
     parents = {id(child): parent for parent in model.modules() for child in parent.children()}
     found = []
@@ -122,7 +113,7 @@ def why_mismatched(block: nn.Module, entry: BlockEntry) -> str | None:
     return parts if isinstance(parts, str) else _why_another_holder(block, entry, parts)
 
 
-def why_another_forward(block: nn.Module, entry: BlockEntry) -> str | None:
+def why_another_forward(block: nn.Module, entry: Entry) -> str | None:
     """Returns why the forward and the members of a block are not upstream's, or are unserved, or None."""
     if entry.why_unserved:
         return entry.why_unserved
@@ -178,7 +169,7 @@ def parts_or_why_not(block: nn.Module, entry: BlockEntry) -> Parts | str:
     return parts.why_unsupported() or parts
 
 
-def _built_parts(module: nn.Module, entry: BlockEntry | StageEntry) -> Any:
+def _built_parts(module: nn.Module, entry: Entry) -> Any:
     try:
         return entry.parts(module)
     except Unsupported as error:
@@ -200,9 +191,9 @@ def _why_another_holder(block: nn.Module, entry: BlockEntry, parts: Parts) -> st
     return None
 
 
-def _is_upstreams(kind: type, entry: ServedEntry) -> bool:
+def _is_upstreams(kind: type, entry: Entry) -> bool:
     """Returns whether a class is one of those within a block or a stage, where upstream has it."""
-    return is_named(kind, entry.classes) and is_at_home(kind, block_of(entry).upstream)
+    return is_named(kind, entry.classes) and is_at_home(kind, entry.upstream)
 
 
 def _holders(block: nn.Module, parts: Parts) -> list[nn.Module]:
@@ -222,11 +213,7 @@ def _path_of(block: nn.Module, wanted: Any) -> str:
 
 
 class ExaminedBlock(Examined):
-    """A block that was called.
-
-    Attributes:
-        parts: Its parts; None if it does not run fused.
-    """
+    """A block that was called, with its parts; without, if it does not run fused."""
 
     parts: Parts | None = None
 
@@ -340,10 +327,9 @@ def _why_shadowed(root: nn.Module, members: tuple[str, ...]) -> str | None:
 
 def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
     """Returns why a stage or a layer cannot run as one now, or None."""
-    block = block_of(entry)
-    if (reason := why_another_forward(stage, block)) is not None:
+    if (reason := why_another_forward(stage, entry)) is not None:
         return reason
-    if block.is_only_served and not all(p.device.type in ("cpu", "meta") for p in stage.parameters()):
+    if entry.is_only_served and not all(p.device.type in ("cpu", "meta") for p in stage.parameters()):
         return "is served on a CPU only, not on a GPU"
     parts: Any = _built_parts(stage, entry)
     if isinstance(parts, str):
@@ -356,7 +342,7 @@ def why_not_freezable(stage: nn.Module, entry: ServedEntry) -> str | None:
         reason = entry.why_unsupported(stage)
     return (
         reason
-        or next(filter(None, map(_why_linears_unsupported, blocks)), None)
+        or next(filter(None, (_why_linears_unsupported(stage, each) for each in blocks)), None)
         or _why_other_work(stage, parts)
         or _why_tensors_unsupported(stage)
         or (_why_stage_unsupported(parts) if isinstance(parts, StageParts) else None)
@@ -402,15 +388,10 @@ def _why_stage_unsupported(parts: StageParts) -> str | None:
     return None
 
 
-#: Names for the linear layers: those of heads by their number, and the others.
-_HEADS = {1: ("Q, K and V",), 2: ("Q", "K and V"), 3: ("Q", "K", "V")}
-_LINEARS = ("the projection", "the first layer of the MLP", "the second layer of the MLP")
-
-
-def _why_linears_unsupported(parts: BlockParts) -> str | None:
-    for name, layer in zip((*_HEADS[len(parts.linears)], *_LINEARS), parts.layers(), strict=True):
+def _why_linears_unsupported(stage: nn.Module, parts: BlockParts) -> str | None:
+    for layer in parts.layers():
         if type(layer) not in (nn.Linear, LinearInt8) or is_watched(layer):
-            return f"the linear layer of {name} {why_another_class(layer, 'a plain nn.Linear or LinearInt8')}"
+            return f"{_path_of(stage, layer)} {why_another_class(layer, 'a plain nn.Linear or LinearInt8')}"
     return None
 
 

@@ -28,7 +28,7 @@ from ..messages import stacklevel_of_caller
 from ..ops.graph_operators import graph_operator
 from ..ops.weight_cache import is_noting, kept_on_gpu, note_read, stream_of
 from ..records import TransformerBlock
-from .blocks import BlockEntry, BlockParts, ServedEntry, StageEntry
+from .blocks import BlockEntry, BlockParts, ServedEntry
 from .class_token import is_stage_wanted
 from .forward import output_grid
 from .matching import why_not_freezable
@@ -302,8 +302,7 @@ def _run(number: int, x: Tensor, grid: tuple[int, int] | None) -> Tensor:
     if served is not None:
         return served[0].contiguous()
     own_forward = type(stage)._cvt_kernels_original.forward  # type: ignore[attr-defined]
-    others = entry.others if isinstance(entry, StageEntry) else entry.others(cast(tuple[int, int], grid))
-    return entry.tokens(own_forward(stage, x, *others)).contiguous()
+    return entry.tokens(own_forward(stage, x, *entry.others(cast(Any, grid)))).contiguous()
 
 
 # The forward that is traced -------------------------------------------------------------------------------

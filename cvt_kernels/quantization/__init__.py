@@ -234,10 +234,6 @@ def _find_layers(model: nn.Module, *, embeddings: bool) -> list[_Layer]:
     """Returns the linear layers of a model's blocks, with ``embeddings`` also their convolutions.
 
     The convolution of an embedding that reads images is none of them.
-
-    Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: It has no block with such a layer.
     """
     found, channels = [], None
     for path, block, entry in blocks_in(model):
@@ -281,12 +277,7 @@ def _why_not_plain(module: Any, kind: Any) -> str | None:
 
 
 def _quantized(layer: _Layer, dtype: torch.dtype) -> QuantizedLayer:
-    """Returns the quantized replacement of a layer.
-
-    Raises:
-        TypeError: ``dtype`` is not one of 8 bits.
-        ValueError: Its weight has NaN or infinities.
-    """
+    """Returns the quantized replacement of a layer."""
     module: Any = layer.module
     kind = LinearInt8 if type(module) is nn.Linear else ConvInt8
     try:

@@ -28,10 +28,6 @@ def sqnr_of_layers(
 
     It is None for a layer that was not called. ``pairs`` are the layers by their paths, each with the one
     that is to take its place; ``progress`` shows a bar.
-
-    Raises:
-        TypeError: ``calibration`` is neither a tensor nor an iterable.
-        ValueError: There are no images, or they do not fit the model, or a layer got NaN or infinities.
     """
     errors = {path: _Errors(made) for path, (_, made) in pairs.items()}
     batches, index = _batches(calibration), -1

@@ -1,34 +1,25 @@
-"""Timing, memory and ceilings of a machine: all measurements of this project.
+"""Timing: functions in turns, whole steps by the wall clock, single operators with caches flushed before.
 
-Functions are timed in turns: whole steps by the wall clock, single operators with caches flushed before each
-run. On a GPU these are captured in CUDA graphs, whose replays are timed by events, so that neither the host
-nor a warm cache counts. Memory is what PyTorch's allocator held. The ceilings are the rates of a large copy
-and a large matrix product.
+On a GPU operators are captured in CUDA graphs, whose replays are timed by events, so that neither the host
+nor a warm cache counts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from .. import machine
 
 Device = torch.device | str
-
-# Clocks ---------------------------------------------------------------------------------------------------
 
 
 def synchronize(device: Device) -> None:
@@ -105,16 +96,8 @@ def times_in_turns(
     """Times functions by the wall clock, one run of each per round, so that load hits all of them alike.
 
     Every other round goes backwards, because the caches that a function leaves behind are worth a tenth of a
-    small call's time to the next one.
-
-    Args:
-        functions: Called without arguments.
-        rounds: Timed runs of each, after one warm-up.
-        device: The device on which they compute; a GPU is synchronized before and after each run.
-        before_run: Called before each run with the number of the round, 0 for the warm-up.
-
-    Returns:
-        The times of each function.
+    small call's time to the next one. Round 0 warms up. ``before_run`` is called before each run with the
+    number of the round; a GPU is synchronized before and after.
     """
     timed, warm_up = [Times() for _ in functions], Times()
     for i in range(rounds + 1):
@@ -163,17 +146,10 @@ def cold_seconds_in_turns(
     fewest: int,
     most: int,
 ) -> list[list[float]]:
-    """Times functions in turns, with L2 flushed before each run, until the time is up.
+    """Times functions in turns, with L2 flushed before each run, until the time of all rounds is up.
 
-    Args:
-        functions: Called without arguments. Run them once before, or the first run's preparations are timed.
-        device: The device on which they compute; a GPU must be the current one.
-        seconds: The time limit for all rounds together, after ``fewest``.
-        fewest: The smallest number of rounds.
-        most: The largest number of rounds.
-
-    Returns:
-        The seconds of each run, of the device on a GPU, for each function.
+    Run them once before, or the first run's preparations are timed. A GPU must be the current one; the
+    results are its seconds.
     """
     taken: list[list[float]] = [[] for _ in functions]
     start = time.perf_counter()
@@ -204,7 +180,7 @@ def waited_seconds() -> float:
 def _cold_seconds(function: Callable[[], Any], device: torch.device) -> float:
     """Returns the seconds of a run."""
     if device.type == "cuda":
-        return _device_seconds(function)
+        return device_seconds(function)
     _flush_buffer("cpu", torch.get_num_threads()).zero_()
     _let_others_run()
     start = time.perf_counter()
@@ -212,7 +188,7 @@ def _cold_seconds(function: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _device_seconds(function: Callable[[], Any]) -> float:
+def device_seconds(function: Callable[[], Any]) -> float:
     """Returns the seconds of a run on the current GPU, with a cold L2."""
     clock = DeviceClock()
     clock.arm()
@@ -248,27 +224,6 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def fastest(function: Callable[[], Any], device: Device, rounds: int = 10) -> float:
-    """Returns the seconds of the fastest of ``rounds`` calls, or fewer if they take two seconds.
-
-    A :class:`DeviceClock` times them on a GPU, the wall clock elsewhere, after one warm-up call.
-    """
-    times = Times()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode())
-        is_gpu = torch.device(device).type == "cuda"
-        if is_gpu:
-            stack.enter_context(torch.cuda.device(device))
-        function()
-        while len(times.seconds) < rounds and sum(times.seconds) < 2:
-            if is_gpu:
-                times.add(_device_seconds(function), 0.0)
-                continue
-            with times.run(device):
-                function()
-    return min(times.seconds)
-
-
 def graph_replay(*functions: Callable[[], Any]) -> Callable[[], None] | None:
     """Captures functions in a CUDA graph, in order; returns the graph's replay, or None if that fails."""
     stream = torch.cuda.Stream()
@@ -286,79 +241,3 @@ def graph_replay(*functions: Callable[[], Any]) -> Callable[[], None] | None:
         torch.cuda.synchronize()
         return None
     return graph.replay
-
-
-# Memory -----------------------------------------------------------------------------------------------------
-
-
-def peak_bytes(function: Callable[[], Any], device: Device) -> int:
-    """Returns the peak memory of one call in bytes, beyond what was allocated before it.
-
-    On a CPU it is the peak of the running sum over all allocations that the profiler records: exact, and the
-    same in every run. On a GPU it is the allocator's own count.
-    """
-    if torch.device(device).type == "cuda":
-        synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        function()
-        synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler reports its own start on stderr
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        function()
-    with tempfile.TemporaryDirectory() as scratch:
-        trace = Path(scratch, "trace.json")
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    changes = sorted((each for each in events if each.get("name") == "[memory]"), key=lambda each: each["ts"])
-    return max(itertools.accumulate((each["args"]["Bytes"] for each in changes), initial=0))
-
-
-# Ceilings -------------------------------------------------------------------------------------------------
-
-
-def copy_bandwidth(device: Device, size: int | None = None) -> float:
-    """Returns the bytes per second, read and written, of a copy of ``size`` bytes.
-
-    The default size exceeds every cache: 256 MiB, up to 2 GiB on a large GPU.
-    """
-    source = torch.ones(size or _copy_size(torch.device(device)), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / fastest(lambda: target.copy_(source), device)
-
-
-def _copy_size(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 2**28
-    return max(2**28, min(2**31, torch.cuda.get_device_properties(device).total_memory // 16))
-
-
-#: Rows and columns of the matrices in a :class:`Product`.
-PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
-
-
-class Product:
-    """The product a·bᵀ of two large matrices, with the ``ways`` to compute it in PyTorch.
-
-    On a CPU there are two: ``F.linear``, where MKL is slow in float32 on AMD's CPUs, and a 1×1 convolution of
-    n pixels by oneDNN.
-    """
-
-    def __init__(self, device: Device, dtype: torch.dtype, n: int | None = None):
-        """Creates the matrices, with ``PRODUCT_SIZE`` rows and columns by default."""
-        kind = torch.device(device).type
-        self.n = n = n or PRODUCT_SIZE["cuda" if kind == "cuda" else "cpu"]
-        self.operations = 2 * n**3
-        generator = torch.Generator(device).manual_seed(0)
-        a, b = (torch.randn(n, n, generator=generator, device=device, dtype=dtype) for _ in range(2))
-        self.ways: list[Callable[[], Any]] = [lambda: F.linear(a, b)]
-        if kind != "cuda":
-            pixels, weight = a.view(1, n, 1, n).permute(0, 3, 1, 2), b.view(n, n, 1, 1)
-            self.ways.append(lambda: F.conv2d(pixels, weight))
-
-
-def product_rate(device: Device, dtype: torch.dtype, n: int | None = None) -> float:
-    """Returns the operations per second of a :class:`Product`, in the faster of its ways."""
-    product = Product(device, dtype, n)
-    return product.operations / min(fastest(way, device) for way in product.ways)

@@ -57,11 +57,7 @@ def doctor() -> str:
 
 
 def as_json() -> dict[str, Any]:
-    """Returns the facts of :func:`doctor`, serializable to JSON.
-
-    Raises:
-        ValueError: As :func:`doctor`.
-    """
+    """Returns the facts of :func:`doctor`, serializable to JSON."""
     devices = {
         device.type: {
             "tuned": len(choices.entries(device)),

@@ -107,12 +107,8 @@ def tune_all(calls: Sequence[OperatorCall], seconds: float, results: list[Result
     """Tunes calls in a process for each device, and remembers the choices in one piece at the end.
 
     What is known when someone interrupts it is remembered too. A call with a single candidate has no result.
-    A bar shows the progress where stderr is a terminal.
-
-    Args:
-        calls: The calls.
-        seconds: How long a candidate may take for its check, and each for the timing.
-        results: The list that gets the results.
+    A bar shows the progress where stderr is a terminal. ``seconds`` are what a candidate may take for its
+    check, and each for the timing.
     """
     for device in sorted({call.device for call in calls}, key=str):
         there = [call for call in calls if call.device == device]
@@ -187,12 +183,8 @@ _EXAMPLES, _DTYPES = ("usual", "odd", "many"), ("float32", "bfloat16")
 def check_kernels(device: torch.device, seconds: float = SECONDS) -> dict[str, Measurement]:
     """Checks the kernels of this project that may serve on a device, in a process that may die.
 
-    Args:
-        device: A CPU or an NVIDIA GPU.
-        seconds: How long a check may take.
-
     Returns:
-        Backend and cache key → the measurement of the check, without a time.
+        Backend and cache key → the measurement of the check, which may take ``seconds``, without a time.
     """
     from ..ops.cards import all_cards, make
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from ..backends import OURS
 from ..launch import launching
 from . import accuracy, clock
 from .choices import FAILS_HERE
+
+if TYPE_CHECKING:
+    from ..declaration import Declaration
 
 #: A candidate replaces the default only if it wins by this factor. With a smaller one, noise decides:
 #: on a virtual machine of two cores, with 1.05 one choice of 180 was 15 % slower than the default.
@@ -76,7 +79,7 @@ class Call(NamedTuple):
     Attributes:
         record: The record.
         gradient: Whether the backward is included.
-        score: Turns outputs that are no numbers into some; see :class:`backends.Operator`.
+        score: Turns outputs that are no numbers into some; see ``Declaration``.
     """
 
     record: Any
@@ -117,7 +120,7 @@ class Task(NamedTuple):
     candidates: Mapping[str, Function]
     sample: Call
     timed: Call
-    operator: backends.Operator
+    operator: Declaration
 
     def expected(self) -> Expected:
         """Runs the reference and returns the results to compare candidates with."""
@@ -221,8 +224,7 @@ class Expected:
     ) -> Expected:
         """Runs the reference in the dtypes of the call, and the oracle in float64.
 
-        Raises:
-            FloatingPointError: PyTorch's results are not finite.
+        It raises FloatingPointError if PyTorch's results are not finite.
         """
         oracle = oracle or reference
         generator = torch.Generator(sample.device).manual_seed(1)
@@ -294,9 +296,6 @@ def check(function: Function, expected: Expected) -> Measurement:
     """Runs a candidate on the sample in guarded memory, and compares its results with the expected ones.
 
     The reference does not run again: its results are among the expected ones.
-
-    Raises:
-        Exception: What the candidate raises.
     """
     results = expected.same
     if function is not expected.reference:
@@ -535,25 +534,16 @@ class GuardedMemory(TorchDispatchMode):
         return any(bool((zone != _POISON).any()) for zone in self._zones)
 
 
-_ALLOCATIONS = {
-    torch.ops.aten.empty.memory_format,
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.empty_strided.default,
-    torch.ops.aten.new_empty.default,
-    torch.ops.aten.new_empty_strided.default,
-}
+def _overloads(*names: str) -> set[Any]:
+    return {getattr(torch.ops.aten, name).default for name in names}
+
+
+_ALLOCATIONS = _overloads("empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_ALLOCATIONS.add(torch.ops.aten.empty.memory_format)
 #: Other operators that give kernels memory to write into.
-_FILLED = {
-    torch.ops.aten.clone.default,
-    torch.ops.aten.full.default,
-    torch.ops.aten.full_like.default,
-    torch.ops.aten.new_full.default,
-    torch.ops.aten.new_zeros.default,
-    torch.ops.aten.ones.default,
-    torch.ops.aten.ones_like.default,
-    torch.ops.aten.zeros.default,
-    torch.ops.aten.zeros_like.default,
-}
+_FILLED = _overloads(
+    "clone", "full", "full_like", "new_full", "new_zeros", "ones", "ones_like", "zeros", "zeros_like"
+)
 
 
 # Speed ----------------------------------------------------------------------------------------------------

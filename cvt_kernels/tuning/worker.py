@@ -139,16 +139,13 @@ class Worker:
             if self._connection.poll(seconds):
                 return self._connection.recv()
         except (EOFError, ConnectionError):
-            raise Failure(f"dies: {self._words_of_exit()}") from None
+            assert self._process is not None, "there is no process"
+            try:
+                code = self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise Failure("dies: it does not end") from None
+            raise Failure(f"dies: signal {-code}" if code < 0 else f"dies: exit code {code}") from None
         raise Failure(f"hangs: takes longer than {seconds:g} s")
-
-    def _words_of_exit(self) -> str:
-        assert self._process is not None, "there is no process"
-        try:
-            code = self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "it does not end"
-        return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def _start(self) -> None:
         """Starts a process; raises OSError if it does not report in time.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..blocks import BlockEntry, ServedEntry, StageEntry, named, recognize_by_name
+from ..blocks import BlockEntry, ServedEntry, StageEntry
 from . import cvt, glpn, pvt, segformer, timm, vit
 
 FAMILIES = tuple(family.FAMILY for family in (cvt, segformer, glpn, pvt, vit, timm))
@@ -15,12 +15,11 @@ FAMILIES = tuple(family.FAMILY for family in (cvt, segformer, glpn, pvt, vit, ti
 _ENTRIES = tuple(entry for family in FAMILIES for entry in family.entries)
 _RECOGNIZED = [family.recognize for family in FAMILIES if family.recognize is not None]
 _STAGES_RECOGNIZED = [family.recognize_stage for family in FAMILIES if family.recognize_stage is not None]
-_NAMED = named(*(entry for family in FAMILIES if family.recognize is None for entry in family.entries))
+_NAMED = [entry for family in FAMILIES if family.recognize is None for entry in family.entries]
+#: Class name → entries, several for a name with variants.
+_BY_NAME = {each.name: [entry for entry in _NAMED if entry.name == each.name] for each in _NAMED}
 _NAMED_STAGES = {
-    entry.block.name: entry
-    for family in FAMILIES
-    if family.recognize_stage is None
-    for entry in family.stages
+    entry.name: entry for family in FAMILIES if family.recognize_stage is None for entry in family.stages
 }
 
 #: The models that have blocks with an entry, for messages.
@@ -40,9 +39,17 @@ CLASSIFIERS = {entry.name: entry for family in FAMILIES for entry in family.clas
 
 
 def recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None:
-    """Returns the entry of a module, which may depend on the module that it is in; None for others."""
-    found = (recognized(module, parent) for recognized in _RECOGNIZED)
-    return next(filter(None, found), None) or recognize_by_name(module, _NAMED)
+    """Returns the entry of a module, which may depend on the module that it is in; None for others.
+
+    A module that has the name only gets an entry too, with which it will not agree.
+    """
+    for recognized in _RECOGNIZED:
+        if (entry := recognized(module, parent)) is not None:
+            return entry
+    names = (cls.__name__ for cls in type(module).__mro__)
+    variants = next((_BY_NAME[name] for name in names if name in _BY_NAME), ())
+    alike = (entry for entry in variants if not entry.variant or entry.variant in module._modules)
+    return next(alike, variants[0] if variants else None)
 
 
 def recognize_stage(module: nn.Module) -> StageEntry | None:

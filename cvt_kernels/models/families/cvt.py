@@ -78,8 +78,7 @@ _HF_CLASSES = frozenset(
 
 _HF_ENTRIES = {
     "CvtConvEmbeddings": _embedding(
-        HUGGING_FACE,
-        "CvtConvEmbeddings",
+        *(HUGGING_FACE, "CvtConvEmbeddings"),
         lambda self, pixel_values: embed(self.projection, self.normalization, pixel_values),
         *("projection", "normalization"),
     ),
@@ -111,13 +110,11 @@ def _hf_stem(self: Any) -> tuple[nn.Conv2d, Tensor | None]:
 
 
 _HF_STAGE = StageEntry(
-    BlockEntry(
-        upstream=HUGGING_FACE,
-        name="CvtStage",
-        parts=_hf_stage,
-        arguments=("hidden_state",),
-        children=frozenset(("cls_token", "embedding", "layers")),
-    ),
+    upstream=HUGGING_FACE,
+    name="CvtStage",
+    parts=_hf_stage,
+    arguments=("hidden_state",),
+    children=frozenset(("cls_token", "embedding", "layers")),
     classes=_HF_CLASSES | {"CvtEmbeddings", *_HF_ENTRIES, *GELU_VARIANTS},
     embedding=_hf_stem,
     result=map_and_class_token,
@@ -152,20 +149,12 @@ def _common_parts(self: Any) -> dict[str, Any]:
 
 
 def _ms_block(self: Any) -> BlockParts:
-    activation = self.mlp.act
-    return BlockParts(
-        **_common_parts(self),
-        branches=[_ms_branch(self.attn, name) for name in _PROJECTIONS],
-        activation=activation,
-    )
+    branches = [_ms_branch(self.attn, name) for name in _PROJECTIONS]
+    return BlockParts(**_common_parts(self), branches=branches, activation=self.mlp.act)
 
 
 def _ms_branch(attention: Any, name: str) -> tuple[Any, Any]:
-    """Returns convolution and BatchNorm of a branch.
-
-    Raises:
-        Unsupported: The branch has other steps.
-    """
+    """Returns convolution and BatchNorm of a branch."""
     steps = getattr(attention, name)
     if type(steps) is not nn.Sequential or len(steps) != 3 or type(steps[2]).__name__ != "Rearrange":
         raise Unsupported(f"{name} is not a Sequential of convolution, BatchNorm and Rearrange")
@@ -214,7 +203,11 @@ def _stem(self: Any) -> tuple[nn.Conv2d, Tensor | None]:
 _CHILDREN = frozenset(("cls_token", "patch_embed", "pos_drop", "blocks"))
 
 _MS_STAGE = StageEntry(
-    BlockEntry(MICROSOFT, "VisionTransformer", _stage, arguments=("x",), children=_CHILDREN),
+    upstream=MICROSOFT,
+    name="VisionTransformer",
+    parts=_stage,
+    arguments=("x",),
+    children=_CHILDREN,
     classes=_MS_ENTRIES["Block"].classes | {"ConvEmbed", "Block", "LayerNorm", "QuickGELU"},
     embedding=_stem,
     result=map_and_class_token,
@@ -283,7 +276,11 @@ _OWN_ENTRIES = {
 OWN_BLOCK = _OWN_ENTRIES["Block"]
 
 _OWN_STAGE = StageEntry(
-    BlockEntry("cvt", "Stage", _stage, arguments=("image",), children=_CHILDREN),
+    upstream="cvt",
+    name="Stage",
+    parts=_stage,
+    arguments=("image",),
+    children=_CHILDREN,
     classes=_OWN_CLASSES | {f"{MODULE}.{name}" for name in (*_OWN_ENTRIES, "DropPath", "LayerScale")},
     embedding=_stem,
     result=lambda stage, tokens, grid: (tokens, grid),
@@ -387,20 +384,16 @@ def _recognize(module: nn.Module, parent: nn.Module | None) -> BlockEntry | None
 def _recognize_stage(module: nn.Module) -> StageEntry | None:
     names = {cls.__name__ for cls in type(module).__mro__}
     if own_class(type(module)) is not None:
-        return _OWN_STAGE if _OWN_STAGE.block.name in names else None
-    if _HF_STAGE.block.name in names:
+        return _OWN_STAGE if _OWN_STAGE.name in names else None
+    if _HF_STAGE.name in names:
         return _HF_STAGE
     # Other transformers have a class of this name too.
-    return _MS_STAGE if _MS_STAGE.block.name in names and _is_ms_stage(module) else None
+    return _MS_STAGE if _MS_STAGE.name in names and _is_ms_stage(module) else None
 
 
 FAMILY = Family(
     models=("CvT (of transformers, Microsoft or cvt)",),
-    entries=(
-        *_HF_ENTRIES.values(),
-        *_MS_ENTRIES.values(),
-        *_OWN_ENTRIES.values(),
-    ),
+    entries=(*_HF_ENTRIES.values(), *_MS_ENTRIES.values(), *_OWN_ENTRIES.values()),
     stages=(_HF_STAGE, _MS_STAGE, _OWN_STAGE),
     classifiers=(_HF_CLASSIFIER, _MS_CLASSIFIER),
     recognize=_recognize,

@@ -155,7 +155,7 @@ FAMILY = Family(
             embedding="patch_embedding",
             last_argument="output_attentions",
             tokens=lambda result: result[0][0],
-            others=(False,),
+            others=lambda grid: (False,),
         ),
     ),
 )

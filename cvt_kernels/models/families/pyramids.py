@@ -94,7 +94,7 @@ def stage_entry(
     embedding: str,
     last_argument: str,
     tokens: Callable[[Any], Tensor],
-    others: tuple[Any, ...] = (),
+    others: Callable[[Any], tuple[Any, ...]] = lambda grid: (),
 ) -> StageEntry:
     """Returns the entry of a class of stages, by the entry of its layers, and what differs."""
 
@@ -110,9 +110,12 @@ def stage_entry(
     children = frozenset((embedding, "blocks", "layer_norm"))
     embeddings = f"{block.name.removesuffix('Layer').removesuffix('Block')}OverlapPatchEmbeddings"
     return StageEntry(
-        block=BlockEntry(
-            HUGGING_FACE, name, parts_of_stage, ("hidden_states", last_argument), children, variant="blocks"
-        ),
+        upstream=HUGGING_FACE,
+        name=name,
+        parts=parts_of_stage,
+        arguments=("hidden_states", last_argument),
+        children=children,
+        variant="blocks",
         classes=block.classes | {block.name, embeddings},
         embedding=stem,
         result=result,

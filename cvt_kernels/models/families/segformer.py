@@ -22,11 +22,7 @@ from .pyramids import block_entry, common_parts, embeddings_entry, stage_entry
 
 
 def _segformer_block(self: Any) -> BlockParts:
-    """Returns the parts of a ``SegformerLayer`` of transformers 5.
-
-    Raises:
-        Unsupported: Attention is another implementation's.
-    """
+    """Returns the parts of a ``SegformerLayer`` of transformers 5."""
     attention, mlp = self.attention, self.mlp
     kind = attention.config._attn_implementation
     if kind != "sdpa":

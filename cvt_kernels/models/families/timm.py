@@ -58,11 +58,7 @@ def _parts(self: Any, linears: tuple[Any, ...], drops: tuple[Any, Any, Any], **o
 
 def _vit_block(self: Any) -> BlockParts:
     attn, mlp = self.attn, self.mlp
-    late = (
-        getattr(attn, "norm", None),
-        getattr(attn, "gate", None),
-        getattr(mlp, "norm", None),
-    )  # of timm 1.0.x
+    late = getattr(attn, "norm", None), getattr(attn, "gate", None), getattr(mlp, "norm", None)  # of 1.0.x
     idle = tuple(each for each in (attn.q_norm, attn.k_norm, *late) if each is not None)
     drops = attn.proj_drop, mlp.drop1, mlp.drop2
     return _parts(self, (attn.qkv,), drops, layer_scales=(self.ls1, self.ls2), idle=idle)
@@ -116,20 +112,19 @@ _BLOCKS = {
     },
 }
 _STAGE = StageEntry(
-    block=BlockEntry(
-        upstream="timm",
-        name="PyramidVisionTransformerStage",
-        parts=_pvt_v2_stage,
-        arguments=("x",),
-        children=frozenset(("downsample", "blocks", "norm")),
-        is_only_served=True,
-    ),
+    upstream="timm",
+    name="PyramidVisionTransformerStage",
+    parts=_pvt_v2_stage,
+    arguments=("x",),
+    children=frozenset(("downsample", "blocks", "norm")),
+    is_only_served=True,
     classes=_CLASSES | {f"{_PVT_V2}.Block", f"{_PVT_V2}.OverlapPatchEmbed"},
     embedding=lambda stage: (stage.downsample.proj, None),
     result=lambda stage, tokens, grid: as_map(tokens, grid).contiguous(),
     tokens=tokens_of,
 )
-_STAGES = {f"{_PVT_V2}.{_STAGE.block.name}": _STAGE}
+
+_STAGES = {f"{_PVT_V2}.{_STAGE.name}": _STAGE}
 
 
 def _entry_of(module: nn.Module, entries: Mapping[str, _Entry]) -> _Entry | None:

@@ -19,95 +19,86 @@ _ENDS = (
     *("Attention", "SelfAttention", "SelfOutput", "Intermediate", "Output"),
     *("MLP", "DropPath", "LayerScale"),
 )
-#: The arguments of most blocks.
-_MASKED = ("hidden_states", "attention_mask", "kwargs")
 
 
-def _heads(attention: Any, proj: Any) -> dict[str, Any]:
-    """Returns the parts of attention but its linear layers of Q, K and V.
+def _parts(
+    self: Any,
+    attention: Any,
+    layers: tuple[str, ...],
+    norms: tuple[nn.LayerNorm, nn.LayerNorm],
+    activation: nn.Module,
+    *drops: nn.Module,
+    **others: Any,
+) -> BlockParts:
+    """Returns the parts of a block, by the paths of its linear layers, and others than most have.
 
-    Raises:
-        Unsupported: Attention is another implementation's, or that of a text.
+    ``drops`` are the dropout after attention and after the MLP.
     """
     kind = attention.config._attn_implementation
     if kind != "sdpa":
         raise Unsupported(f"attention is that of transformers' {kind!r}, expected 'sdpa'")
     if attention.is_causal or type(attention.config).__name__ == "CLIPTextConfig":
         raise Unsupported("attention is causal")
-    return {"attention_drop": attention, "proj": proj}
+    *linears, proj, fc1, fc2 = map(self.get_submodule, layers)
+    norm1, norm2 = norms
+    after_attention, after_mlp = drops or (None, None)
+    if "num_heads" not in others:
+        others |= {"num_heads": attention.num_attention_heads, "scale": attention.scaling}
+    return BlockParts(
+        norm1=norm1,
+        linears=linears,
+        proj=proj,
+        norm2=norm2,
+        fc1=fc1,
+        activation=activation,
+        fc2=fc2,
+        attention_drop=attention,
+        drops=(after_attention, None, after_mlp),
+        **{"drop_path": None} | others,
+    )
+
+
+_MLP = ("mlp.fc1", "mlp.fc2")
+_LAYERS = (*(f"attention.{letter}_proj" for letter in "qkvo"), *_MLP)
+_CLIP_LAYERS = (*(f"self_attn.{word}_proj" for word in ("q", "k", "v", "out")), *_MLP)
+_YOLOS_LAYERS = (
+    *(f"attention.attention.{word}" for word in ("query", "key", "value")),
+    *("attention.output.dense", "intermediate.dense", "output.dense"),
+)
 
 
 def _vit_block(self: Any) -> BlockParts:
-    return _block(self, self.layernorm_before, self.layernorm_after, drop=self.dropout)
+    norms, activation = (self.layernorm_before, self.layernorm_after), self.mlp.activation_fn
+    return _parts(self, self.attention, _LAYERS, norms, activation, self.dropout, self.dropout)
 
 
 def _dinov2_block(self: Any) -> BlockParts:
     if hasattr(self.mlp, "gate_proj"):
         raise Unsupported("the MLP is a SwiGLU")
-    scales = self.layer_scale1, self.layer_scale2
-    return _block(self, self.norm1, self.norm2, drop_path=self.drop_path, layer_scales=scales)
-
-
-def _block(
-    self: Any, norm1: nn.LayerNorm, norm2: nn.LayerNorm, *, drop: Any = None, **others: Any
-) -> BlockParts:
-    """Returns the parts of a block with the attention of ViT and DINOv2."""
-    attention, mlp = self.attention, self.mlp
-    settings = {"drop_path": None, "num_heads": attention.num_attention_heads, "scale": attention.scaling}
-    return BlockParts(
-        **_heads(attention, attention.o_proj),
-        **settings | others,
-        norm1=norm1,
-        linears=(attention.q_proj, attention.k_proj, attention.v_proj),
-        norm2=norm2,
-        fc1=mlp.fc1,
-        activation=mlp.activation_fn,
-        fc2=mlp.fc2,
-        drops=(drop, None, drop),
-    )
+    norms, activation = (self.norm1, self.norm2), self.mlp.activation_fn
+    others = {"drop_path": self.drop_path, "layer_scales": (self.layer_scale1, self.layer_scale2)}
+    return _parts(self, self.attention, _LAYERS, norms, activation, **others)
 
 
 def _clip_block(self: Any) -> BlockParts:
-    attention, mlp = self.self_attn, self.mlp
-    return BlockParts(
-        **_heads(attention, attention.out_proj),
-        norm1=self.layer_norm1,
-        linears=(attention.q_proj, attention.k_proj, attention.v_proj),
-        num_heads=attention.num_heads,
-        scale=attention.scale,
-        norm2=self.layer_norm2,
-        fc1=mlp.fc1,
-        activation=mlp.activation_fn,
-        fc2=mlp.fc2,
-        drops=(None, None, None),
-        drop_path=None,
-    )
+    attention, norms = self.self_attn, (self.layer_norm1, self.layer_norm2)
+    heads = {"num_heads": attention.num_heads, "scale": attention.scale}
+    return _parts(self, attention, _CLIP_LAYERS, norms, self.mlp.activation_fn, **heads)
 
 
 def _yolos_block(self: Any) -> BlockParts:
-    attention, activation = self.attention.attention, self.intermediate.intermediate_act_fn
-    return BlockParts(
-        **_heads(attention, self.attention.output.dense),
-        norm1=self.layernorm_before,
-        linears=(attention.query, attention.key, attention.value),
-        num_heads=attention.num_attention_heads,
-        scale=attention.scaling,
-        norm2=self.layernorm_after,
-        fc1=self.intermediate.dense,
-        activation=activation,
-        fc2=self.output.dense,
-        drops=(self.attention.output.dropout, None, self.output.dropout),
-        drop_path=None,
-    )
+    norms, activation = (self.layernorm_before, self.layernorm_after), self.intermediate.intermediate_act_fn
+    drops = self.attention.output.dropout, self.output.dropout
+    return _parts(self, self.attention.attention, _YOLOS_LAYERS, norms, activation, *drops)
 
 
 def _entry(
     name: str,
     parts: Callable[[Any], BlockParts],
     children: tuple[str, ...],
-    layers: tuple[str, ...] = (),
+    layers: tuple[str, ...],
     *,
-    arguments: tuple[str, ...] = _MASKED,
+    arguments: tuple[str, ...] = ("hidden_states", "attention_mask", "kwargs"),
 ) -> BlockEntry:
     beginnings = name.removesuffix("Layer").removesuffix("Encoder"), name.removesuffix("ViTLayer")
     return BlockEntry(
@@ -146,52 +137,36 @@ def _classifier(name: str, encoder: str) -> ClassifierEntry:
     )
 
 
-_PROJECTIONS = tuple(f"attention.{letter}_proj" for letter in "qkvo")
 _VIT = ("attention", "layernorm_before", "layernorm_after", "mlp", "dropout")
 _DINOV2 = ("attention", "norm1", "norm2", "mlp", "drop_path", "layer_scale1", "layer_scale2")
 _CLIP = ("self_attn", "layer_norm1", "layer_norm2", "mlp")
 _YOLOS = ("attention", "layernorm_before", "layernorm_after", "intermediate", "output")
-_YOLOS_LAYERS = (
-    *(f"attention.attention.{word}" for word in ("query", "key", "value")),
-    *("attention.output.dense", "intermediate.dense", "output.dense"),
-)
-_MLP = ("mlp.fc1", "mlp.fc2")
+_UNSERVED = {
+    "BeitLayer": "its scores have a bias by position",
+    "SwinLayer": "it attends in windows",
+    "DINOv3ViTLayer": "its queries and keys are rotated by position (RoPE)",
+    "InternVLVisionLayer": "its queries and keys may be normalized",
+}
 
 FAMILY = Family(
     models=("ViT and its relatives (of transformers 5)",),
     entries=(
         *(
-            _entry(f"{model}Layer", _vit_block, _VIT, (*_PROJECTIONS, *_MLP))
+            _entry(f"{model}Layer", _vit_block, _VIT, _LAYERS)
             for model in ("ViT", "DeiT", "ViTMAE", "ViTMSN", "IJepa")
         ),
         *(
-            _entry(f"{model}Layer", _dinov2_block, _DINOV2, (*_PROJECTIONS, *_MLP))
+            _entry(f"{model}Layer", _dinov2_block, _DINOV2, _LAYERS)
             for model in ("Dinov2", "Dinov2WithRegisters")
         ),
-        *(
-            _entry(
-                f"{model}EncoderLayer",
-                _clip_block,
-                _CLIP,
-                (*(f"self_attn.{word}_proj" for word in ("q", "k", "v", "out")), *_MLP),
-            )
-            for model in ("CLIP", "Siglip")
-        ),
+        *(_entry(f"{model}EncoderLayer", _clip_block, _CLIP, _CLIP_LAYERS) for model in ("CLIP", "Siglip")),
         *(
             _entry(
                 f"{model}Layer", _yolos_block, _YOLOS, _YOLOS_LAYERS, arguments=("hidden_states", "kwargs")
             )
             for model in ("Yolos", "DPTViT")
         ),
-        *(
-            unserved_entry(HUGGING_FACE, name, reason)
-            for name, reason in (
-                ("BeitLayer", "its scores have a bias by position"),
-                ("SwinLayer", "it attends in windows"),
-                ("DINOv3ViTLayer", "its queries and keys are rotated by position (RoPE)"),
-                ("InternVLVisionLayer", "its queries and keys may be normalized"),
-            )
-        ),
+        *(unserved_entry(HUGGING_FACE, name, reason) for name, reason in _UNSERVED.items()),
     ),
     classifiers=tuple(
         _classifier(f"{model}ForImageClassification", encoder)

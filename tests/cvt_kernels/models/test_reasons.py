@@ -198,11 +198,7 @@ _OF_STAGE = [
 _OF_LAYER = [
     ("mlp.dwconv", hook, "mlp.dwconv has forward hooks"),
     ("attention.query", own_forward, "attention.query has a forward of its own"),
-    (
-        "mlp.dense1",
-        with_identity,
-        "the first layer of the MLP is a Sequential, expected a plain nn.Linear or LinearInt8",
-    ),
+    ("mlp.dense1", with_identity, "mlp.dense1 is a Sequential, expected a plain nn.Linear or LinearInt8"),
     ("attention.query", of_class("Linear", nn.Linear, "peft.tuners.lora.layer"), f"attention.query {_PEFT}"),
     ("layer_norm_2", of_class("LayerNorm", nn.LayerNorm, "apex"), "layer_norm_2 is a apex.LayerNorm"),
     ("attention.value", parametrized, "attention.value is a ParametrizedLinear"),

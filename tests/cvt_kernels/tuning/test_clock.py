@@ -1,4 +1,4 @@
-"""Tests of the clock, the memory and the ceilings."""
+"""Tests of the clock."""
 
 import gc
 import os
@@ -160,15 +160,6 @@ def test_caches_of_every_thread_are_flushed_by_the_real_clock():
 
 
 @pytest.mark.gpu
-def test_a_gpu_is_timed_with_and_without_a_graph():
-    x = torch.randn(4096, 4096, device="cuda")
-    alone = clock.fastest(lambda: x @ x, "cuda")
-    replay = clock.graph_replay(lambda: x @ x)
-    assert replay is not None
-    assert 0.5 < clock.fastest(replay, "cuda") / alone < 2
-
-
-@pytest.mark.gpu
 def test_what_cannot_be_captured_leaves_the_process_as_it_was():
     def asks_the_host():
         torch.rand(2**26, device="cuda").sum().item()
@@ -183,38 +174,6 @@ def test_what_cannot_be_captured_leaves_the_process_as_it_was():
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() < 4 * 2**28  # each run takes 2²⁸ bytes
-
-
-# Memory ---------------------------------------------------------------------------------------------------
-
-
-def test_peak_memory_counts_tensors_that_live_at_once():
-    def call():
-        first = torch.empty(1000, dtype=torch.float64)
-        second = torch.empty(500, dtype=torch.float64)
-        del first, second
-        return torch.empty(1200, dtype=torch.float64)
-
-    assert clock.peak_bytes(call, "cpu") == 12000
-    assert clock.peak_bytes(lambda: None, "cpu") == 0
-
-
-# Ceilings -------------------------------------------------------------------------------------------------
-
-
-def test_rates_by_a_clock_that_stands(monkeypatch):
-    calls = []
-
-    def fastest(function, device):
-        function()
-        calls.append(function)
-        return 0.5 * len(calls)
-
-    monkeypatch.setattr(clock, "fastest", fastest)
-    assert clock.copy_bandwidth("cpu", 1000) == 2 * 1000 / 0.5
-    # The product by a linear layer, and the same by a convolution, which is slower here.
-    assert clock.product_rate("cpu", torch.float32, 16) == 2 * 16**3 / 1.0
-    assert len(calls) == 3
 
 
 # Who measures ---------------------------------------------------------------------------------------------

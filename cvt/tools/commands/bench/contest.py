@@ -20,7 +20,7 @@ from tqdm import tqdm
 from cvt_kernels import backends
 from cvt_kernels.tuning import accuracy, clock
 
-from . import peers, workers
+from . import ceilings, peers, workers
 from .contenders import CONTENDERS, has_classes
 from .models import Subject
 from .workers import Job
@@ -113,7 +113,7 @@ class Contest:
         times = {key: clock.Times() for key in parities}
         waits: dict[str, list[float]] = {key: [] for key in parities}
         n = 64 if self._job.quick else None
-        product, seconds = clock.Product(self._job.device, self._job.torch_dtype, n), []
+        product, seconds = ceilings.Product(self._job.device, self._job.torch_dtype, n), []
         for i in range(rounds if times else 0):
             for key in list(times) if i % 2 == 0 else list(reversed(times)):
                 time.sleep(_PAUSE)

@@ -33,6 +33,7 @@ from cvt_kernels import backends, graphs, machine
 from cvt_kernels.tuning import clock
 
 from ..pyramids import quiet_transformers
+from . import ceilings
 from .contenders import CONTENDERS, made, mode_of, training_step
 from .peers import RUNTIMES, logits_of
 
@@ -220,7 +221,7 @@ class Runner:
         if self._contender.graphed:  # a replay allocates nothing: its graph holds the memory all the time
             launched = graphs.ungraphed(copy.deepcopy(self._model))
         of_extension("release_workspace")  # what another step needed
-        peak = clock.peak_bytes(lambda: self._job.step(launched, batch), device)
+        peak = ceilings.peak_bytes(lambda: self._job.step(launched, batch), device)
         peak += of_extension("workspace_bytes") or 0  # kept between calls, unseen by PyTorch's allocator
         return {"peak_bytes": peak or None, "resident_bytes": held}
 

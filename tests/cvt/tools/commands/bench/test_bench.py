@@ -13,10 +13,9 @@ from torch import nn
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.tools import commands as cli
-from cvt.tools.commands.bench import contenders, contest, workers
+from cvt.tools.commands.bench import ceilings, contenders, contest, workers
 from cvt.tools.commands.bench import results as result_files
 from cvt.tools.evaluation import cost
-from cvt_kernels.tuning import clock
 from tests.checks import bad
 from tests.upstream import KERNELS_FIRST
 
@@ -45,7 +44,7 @@ def make_quick(patch):
     patch.setattr(workers, "Worker", Together)
     patch.setattr(workers, "_TURN", 1e-9)
     patch.setattr(contest, "_PAUSE", 0)
-    patch.setitem(clock.PRODUCT_SIZE, "cpu", 64)
+    patch.setitem(ceilings.PRODUCT_SIZE, "cpu", 64)
 
 
 def make_small(patch):

@@ -8,7 +8,7 @@ import torch
 
 from cvt import PRESETS
 from cvt.tools.commands import main
-from cvt_kernels.tuning import clock
+from cvt.tools.commands.bench import ceilings
 
 #: What is measured without being asked for, besides Hugging Face's model.
 OURS = ("cvt", "accelerate")
@@ -17,7 +17,7 @@ OURS = ("cvt", "accelerate")
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     """Leaves the machine's ceiling out, and seven blocks of CvT-13's last stage: they are as the others."""
-    monkeypatch.setitem(clock.PRODUCT_SIZE, "cpu", 64)
+    monkeypatch.setitem(ceilings.PRODUCT_SIZE, "cpu", 64)
     monkeypatch.setitem(PRESETS, "cvt_13", dataclasses.replace(PRESETS["cvt_13"], depths=(1, 2, 3)))
 
 
