@@ -26,11 +26,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from cvt.config import DTYPES
 from cvt.files import replacing
-from cvt.tools.commands.bench.ceilings import copy_bandwidth, product_rate
 from cvt.tools.commands.bench.contenders import CONTENDERS, made, mode_of
 from cvt.tools.commands.bench.models import build_subject
 from cvt.tools.commands.bench.workers import Job
 from cvt.tools.commands.compile.launches import kernel_name
+from cvt_kernels.tuning.ceilings import copy_bandwidth, product_rate
 
 from .floors import Ceilings, ForwardLaunch, Recorder
 from .models import DEVICE

@@ -17,12 +17,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from cvt.tools.commands.bench import ceilings
 from cvt.tools.commands.bench.workers import of_extension
 from cvt.tools.commands.compile import launches
 from cvt_kernels import backends
 from cvt_kernels.ops.cards import Embedding, Stage, Step, all_cards, bytes_of, call_public, tensors_of
-from cvt_kernels.tuning import clock, tuner
+from cvt_kernels.tuning import ceilings, clock, tuner
 
 from .models import CUDA, DEVICE, dtypes
 

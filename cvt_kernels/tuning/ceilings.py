@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from cvt_kernels.tuning import clock
+from . import clock
 
 # Memory -----------------------------------------------------------------------------------------------------
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cvt_kernels import backends
-from cvt_kernels.tuning import accuracy, clock
+from cvt_kernels.tuning import accuracy, ceilings, clock
 
-from . import ceilings, peers, workers
+from . import peers, workers
 from .contenders import CONTENDERS, has_classes
 from .models import Subject
 from .workers import Job

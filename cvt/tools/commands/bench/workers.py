@@ -30,10 +30,9 @@ from torch import Tensor, nn
 from cvt.config import DTYPES
 from cvt.extras import require
 from cvt_kernels import backends, graphs, machine
-from cvt_kernels.tuning import clock
+from cvt_kernels.tuning import ceilings, clock
 
 from ..pyramids import quiet_transformers
-from . import ceilings
 from .contenders import CONTENDERS, made, mode_of, training_step
 from .peers import RUNTIMES, logits_of
 

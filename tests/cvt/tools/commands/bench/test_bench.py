@@ -13,9 +13,10 @@ from torch import nn
 import cvt_kernels as ck
 from cvt import PRESETS, create_model
 from cvt.tools import commands as cli
-from cvt.tools.commands.bench import ceilings, contenders, contest, workers
+from cvt.tools.commands.bench import contenders, contest, workers
 from cvt.tools.commands.bench import results as result_files
 from cvt.tools.evaluation import cost
+from cvt_kernels.tuning import ceilings
 from tests.checks import bad
 from tests.upstream import KERNELS_FIRST
 

@@ -8,7 +8,7 @@ import torch
 
 from cvt import PRESETS
 from cvt.tools.commands import main
-from cvt.tools.commands.bench import ceilings
+from cvt_kernels.tuning import ceilings
 
 #: What is measured without being asked for, besides Hugging Face's model.
 OURS = ("cvt", "accelerate")

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from cvt.tools.commands.bench import ceilings
-from cvt_kernels.tuning import clock
+from cvt_kernels.tuning import ceilings, clock
 
 
 @pytest.mark.gpu
