@@ -289,23 +289,6 @@ def test_the_loops_of_a_set_are_those_of_the_tables_of_the_operators(setup):
         assert [setup[served][name] for name in sets] == loops
 
 
-@needs_x86
-@needs_compiler
-@pytest.mark.parametrize("sets", [*([name] for name in toolkit.CPU_SETS), ["avx2", "amx_bf16"]])
-def test_each_file_is_compiled_once_for_each_set(tmp_path, monkeypatch, setup, sets):
-    """The loops of a source are those that its operators choose for the sets of the build, and no others."""
-    monkeypatch.setenv("CVT_KERNELS_CUDA", "0")
-    setup["find_toolkit"].cache_clear()
-    *objects, _ = planned(setup, tmp_path, sets)
-    tables, names = tables_of_the_header()
-    for source in Path("csrc").glob("*/*cpu_loops.cpp"):
-        compiled = [option for step in objects if step.inputs[0] == str(source)
-                    for option in step.command if option.startswith("-DKERNELS=")]  # fmt: skip
-        table = tables[re.search(r"DECLARE_(\w+_TABLES);", source.with_suffix(".h").read_text())[1]]
-        chosen = {table[min(names.index(name), len(table) - 1)] for name in sets}
-        assert sorted(compiled) == sorted(f"-DKERNELS=kernels_{name}" for name in chosen)
-
-
 @needs_compiler
 def test_a_compiler_that_lacks_an_option_is_named_before_the_build(tmp_path, monkeypatch, setup):
     """GCC 10 knows no AVX-VNNI, for example: the message says what to do in one line."""
