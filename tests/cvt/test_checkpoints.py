@@ -34,8 +34,7 @@ NESTED = [
 
 
 @pytest.mark.parametrize(
-    ("save", "wrap"),
-    [*((torch.save, wrap) for wrap in FLAT + NESTED), *((save_file, wrap) for wrap in FLAT)],
+    ("save", "wrap"), [*((torch.save, wrap) for wrap in FLAT + NESTED), *((save_file, wrap) for wrap in FLAT)]
 )
 def test_files_of_torch_save_and_safetensors(tmp_path, save, wrap):
     source, target = small(), small(seed=1)

@@ -12,8 +12,7 @@ SIZES = {"embed_dims": (8, 16, 24), "depths": (1, 2, 3), "num_heads": (1, 2, 3)}
 
 
 @pytest.mark.parametrize(
-    ("name", "repository"),
-    [("cvt_13", "microsoft/cvt-13"), ("cvt_w24", "microsoft/cvt-w24-384-22k")],
+    ("name", "repository"), [("cvt_13", "microsoft/cvt-13"), ("cvt_w24", "microsoft/cvt-w24-384-22k")]
 )
 def test_published_weights(hub, name, repository):
     model = small()

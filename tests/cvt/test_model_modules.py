@@ -13,13 +13,7 @@ import cvt_kernels as ck
 from cvt import CvTConfig, create_model
 from cvt.factory import randomize
 from cvt.model import Attention, Block, ConvEmbed, Mlp, Stage
-from tests.upstream import (
-    KERNELS_FIRST,
-    assert_same_step,
-    images,
-    ours,
-    relative,
-)
+from tests.upstream import KERNELS_FIRST, assert_same_step, images, ours, relative
 
 #: All layers keep the number of tokens and channels, so that any of them can be left out.
 SQUARE = CvTConfig(

@@ -11,15 +11,7 @@ from torch.nn import functional as F
 import cvt_kernels as ck
 from cvt import CvTConfig
 from cvt.images import load_images, read_image, sample_photos
-from cvt.tools.explanation import (
-    class_title,
-    explain,
-    heat_map,
-    photograph,
-    pictures,
-    rollout,
-    spread_keys,
-)
+from cvt.tools.explanation import class_title, explain, heat_map, photograph, pictures, rollout, spread_keys
 from tests.cvt import models
 
 
