@@ -95,16 +95,6 @@ PALETTE = two_halves().quantize(4)
         (PALETTE, {"transparency": PALETTE.getpixel((30, 10))}, RED, WHITE),
         (two_halves().convert("CMYK"), {"format": "JPEG"}, RED, BLUE),
     ],
-    ids=[
-        "gray",
-        "16 bits",
-        "black and white of 16 bits",
-        "a transparent gray",
-        "RGBA",
-        "LA",
-        "palette",
-        "CMYK",
-    ],
 )
 def test_pixels_become_rgb_on_white(tmp_path, image, options, left, right):
     image.save(tmp_path / "a", **{"format": "PNG"} | options)

@@ -127,6 +127,7 @@ def test_any_size_from_32(size):
         {"cls_token": (True, False, True)},
         {"embed_norm": "batch_layer_norm"},
         {"layer_scale": 1e-4},
+        {"position_bias": True, "position_bias_size": 64},
         {"qkv_bias": False},
         {"mlp_ratio": (2, 3.5, 1)},
         {"in_chans": 1},

@@ -13,7 +13,6 @@ import pytest
 
 import cvt
 import cvt_kernels
-from tests.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path for package in ("cvt_kernels", "cvt") for path in (ROOT / package).rglob("*.py"))
@@ -174,16 +173,3 @@ def test_docstrings_begin_with_what_a_thing_is_or_does():
             if docstring.split()[0] in vague:
                 wrong.append(f"{path.relative_to(ROOT)}: {docstring.splitlines()[0]}")
     assert not wrong
-
-
-def test_reports_are_imported_at_first_use():
-    code = (
-        "import sys, cvt_kernels; assert 'cvt_kernels.models.verify' not in sys.modules;"
-        "assert dir(cvt_kernels) == sorted(cvt_kernels.__all__);"
-        "from cvt_kernels import doctor, verify; print(verify.__module__, doctor.__module__)"
-    )
-    result = run_python(code)
-    expected = ["cvt_kernels.models.verify", "cvt_kernels.tuning.diagnosis"]
-    assert result.stdout.split() == expected, result.stderr
-    with pytest.raises(AttributeError, match="module 'cvt_kernels' has no attribute 'verifi'"):
-        _ = cvt_kernels.verifi
