@@ -110,7 +110,6 @@ def test_tests_report_what_one_contest_has_measured(reported, monkeypatch):
     [
         ("openvino", "not_there is not installed"),
         ("accelerate", "transformers has no such model"),
-        ("accelerate-live-graphed", "transformers has no such model"),
         ("cvt-graphed", "CUDA graphs need an NVIDIA GPU"),
         ("cvt-compile", "fails: RuntimeError: no C.. compiler"),
         ("cvt-frozen", "convolutions are summed"),

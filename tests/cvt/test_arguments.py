@@ -43,25 +43,29 @@ def fields():
     return {field: getattr(ONE_STAGE, field) for field in ONE_STAGE.__dataclass_fields__}
 
 
-WRONG = ("a", None, nn.Linear, 1j, [None], torch.ones(2))
+WRONG = ("a", None, nn.Linear, 1j, [None], torch.ones(2), {"a": 1}, 10**5000)
 FIELDS = {
-    int: of_values(*WRONG, True, -1, 1.5, math.nan, 2**70),
-    float: of_values(*WRONG, True, -0.1, math.nan, math.inf, -math.inf),
-    bool: of_values(*WRONG, 0, 1, 1.0),
-    str: choice(),
+    int: (*WRONG, True, -1, 1.5, math.nan, 2**70),
+    float: (*WRONG, True, -0.1, math.nan, math.inf, -math.inf),
+    bool: (*WRONG, 0, 1, 1.0),
 }
 
 
 def kind_of(field):
     """Returns the kind of a field of the configuration: of its default value, or of those per stage."""
     default = getattr(CvTConfig(), field)
-    return FIELDS[type(default[0] if isinstance(default, tuple) else default)]
+    if isinstance(default, str):
+        return choice()
+    if isinstance(default, tuple):
+        wrong = FIELDS[type(default[0])]
+        return of_values(*wrong, *((each,) for each in wrong))
+    return of_values(*FIELDS[type(default)])
 
 
 CONFIGURATION = {field: kind_of(field) for field in fields() if field not in ("layer_scale", "head_dim")}
 CONFIGURATION |= {
     "layer_scale": optional(of_values("a", nn.Linear, True, math.nan, math.inf)),
-    "head_dim": optional(FIELDS[int]),
+    "head_dim": optional(of_values(*FIELDS[int])),
 }
 CONFIGURATION |= {"token_keep_bounds": of_values("ab", 3, (1,), (0.9, 0.1), (True, 1), ("a", "b"))}
 

@@ -1,6 +1,7 @@
 """Hooks on the modules of a block, and other modules in their places, act as in a model of plain modules.
 
-Other hooks, patched classes and forwards of a module's own are in tests/changes.py.
+Other hooks and replacements, patched classes and forwards of a module's own are in tests/changes.py and in
+``tests/cvt_kernels/models/test_reasons.py``.
 """
 
 import copy
@@ -149,29 +150,8 @@ class Doubling(nn.Module):
         return 2 * x
 
 
-class Adapter(nn.Module):
-    """A linear layer with a low-rank one beside it."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 2)
-        self.up = nn.Linear(2, base.out_features)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
 def without(module):
     return nn.Identity()
-
-
-def group_norm(module):
-    return nn.GroupNorm(4, module.num_features)
-
-
-def with_bias(module):
-    return nn.Conv2d(16, 16, 3, padding=1, groups=16)
 
 
 def with_fixed_bias(module):
@@ -181,19 +161,9 @@ def with_fixed_bias(module):
     return module
 
 
-def dense(module):
-    return nn.Conv2d(16, 16, 3, padding=1, bias=False)
-
-
-def circular(module):
-    return nn.Conv2d(16, 16, 3, padding=1, groups=16, bias=False, padding_mode="circular")
-
-
 REPLACEMENTS = [
     *[(place, without) for place in (*BYPASSED, *LINEARS)],
-    *[(place, Adapter) for place in LINEARS],
-    *[(f"{path}.bn", group_norm) for path in CONVS],
-    *[("attn.conv_proj_v.conv", make) for make in (with_bias, with_fixed_bias, dense, circular)],
+    ("attn.conv_proj_v.conv", with_fixed_bias),
     *[(place, without) for place in ("attn.proj_drop", "mlp", "mlp.drop", "drop_path")],
     *[(place, lambda module: nn.Sequential(module, Doubling())) for place in EMBEDDING[:3]],
     ("attn.attn_drop", lambda module: nn.Dropout2d(0.0)),
