@@ -153,7 +153,7 @@ def test_names_of_hugging_face_that_are_integers():
     ],
 )  # fmt: skip
 def test_files_of_json_that_no_model_can_have(tmp_path, place, changes, message):
-    """In the rows of ``given`` the model is given."""
+    """Passes the configuration of a model beside the file in the rows of ``given``."""
     small(activation="gelu").save_pretrained(tmp_path, labels=NAMES)
     whole = json.loads((tmp_path / "config.json").read_text())
     if place == "cvt_config":

@@ -89,7 +89,7 @@ def test_it_classifies_image_files(capsys, digits, tmp_path):
 
 
 def test_a_bar_and_an_activation(tmp_path, monkeypatch):
-    """The bar shows the loss, on a terminal."""
+    """On a terminal the bar shows the loss."""
     monkeypatch.setattr(sys, "stderr", Terminal())
     arguments = [
         "train",
