@@ -253,6 +253,14 @@ def run_blocks(blocks: list[str]) -> dict[str, Any]:
     return names
 
 
+def run(main, *arguments) -> tuple[str, str]:
+    """Runs a command that must succeed; returns what it prints, and what it says beside that."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert main([str(argument) for argument in arguments]) == 0, err.getvalue()
+    return out.getvalue(), err.getvalue()
+
+
 def bad(capsys, main, *arguments) -> str:
     """Runs a command that must fail with one clear line and nothing on stdout; returns the line."""
     try:

@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from benchmarks.floors import ForwardLaunch, Recorder
-from cvt.config import default_image_size
 from cvt.factory import create_model
 from cvt.tools.commands.compile.gpus import LIMITS
-from cvt.tools.commands.pyramids import PYRAMIDS, build_pyramid
 from cvt_kernels import accelerate, backends
 from cvt_kernels.launch import launching
 from cvt_kernels.models.class_token import with_class_token_only
@@ -23,27 +21,19 @@ from cvt_kernels.ops import weight_cache
 
 
 def forward_launches(
-    model: str = "cvt_13",
-    *,
-    batch: int = 256,
-    dtype: torch.dtype = torch.bfloat16,
-    arch: int = 90,
-    image_size: int | None = None,
+    *, batch: int = 256, dtype: torch.dtype = torch.bfloat16, arch: int = 90
 ) -> list[ForwardLaunch]:
-    """Lists the launches of a frozen model's forward, with this project's kernels wherever they can serve.
+    """Lists the launches of a forward of CvT-13, frozen, with this project's kernels wherever they can serve.
 
     Args:
-        model: A name of ``PRESETS``.
         batch: Images of the batch.
         dtype: Of weights and images.
         arch: Compute capability of the GPU, 90 for sm_90.
-        image_size: Pixels of a side; None for the model's own.
     """
-    size = image_size or default_image_size(model)
     recorder = Recorder()
     with torch.device("meta"):
-        built = accelerate(create_model(model).to(dtype).eval(), freeze=True)
-        images = torch.empty(batch, 3, size, size, dtype=dtype)
+        built = accelerate(create_model("cvt_13").to(dtype).eval(), freeze=True)
+        images = torch.empty(batch, 3, 224, 224, dtype=dtype)
     stages = built._built_stages()
     last = stages[-1], stages[-1].blocks[-1]
     for number, stage in enumerate(stages, start=1):
@@ -56,28 +46,6 @@ def forward_launches(
         with recorder.recording(chip), without_packing(recorder):
             with_class_token_only(*last, lambda: built(images))  # in spite of the hooks
     return recorder.launches
-
-
-def pyramid_launches(
-    model: str = "segformer_b0",
-    *,
-    batch: int = 16,
-    dtype: torch.dtype = torch.bfloat16,
-    arch: int = 90,
-    freeze: bool | None = True,
-) -> list[ForwardLaunch]:
-    """Lists the launches of a warm forward of a model of transformers, by this project's kernels.
-
-    Args:
-        model: A name of ``cvt.tools.commands.pyramids.PYRAMIDS``.
-        batch: Images of the batch.
-        dtype: Of weights and images.
-        arch: Compute capability of the GPU, 90 for sm_90.
-        freeze: As of ``accelerate``; None for a live model in evaluation.
-    """
-    size = PYRAMIDS[model].image_size
-    built = build_pyramid(model, None, size)
-    return evaluation_launches(built, (batch, 3, size, size), dtype=dtype, arch=arch, freeze=freeze)
 
 
 def evaluation_launches(

@@ -1,7 +1,5 @@
 """The least that launches have to move and to multiply."""
 
-import collections
-
 import pytest
 import torch
 
@@ -76,43 +74,6 @@ def test_layer_norm_takes_no_launch_within_a_stage_on_sm_90():
         norms = [each.part for each in noted if each.operator == "layer_norm"]
         assert [norms.count(f"stage {n}") for n in (1, 2, 3)] == expected
         assert [each.kernel for each in noted if each.operator == "transformer_blocks"] == blocks
-
-
-def test_a_segformer_runs_on_kernels_alone():
-    """Besides them there are products, and the convolutions of the later embeddings."""
-    noted = forwards.pyramid_launches("segformer_b0")
-    kernels = collections.Counter(map(str, noted))
-    reducing, others, stages = 6, 2, 4
-    products = {"linear: addmm": 2 * (reducing + others), "segmentation_head: mm": stages - 1}
-    embeddings = {
-        "conv_embedding_embed": 1,
-        "conv_embedding: convolution": stages - 1,
-        "conv_embedding_normalize": stages - 1,
-    }
-    of_blocks = (
-        "attention_fwd_loop", "linear_add_layer_norm", "depthwise_conv_gelu_fwd",
-        "linear_add: pingpong_product",
-    )  # fmt: skip
-    assert kernels == {
-        **products,
-        **embeddings,
-        **dict.fromkeys(of_blocks, reducing + others),
-        "layer_norm_inference": reducing + others + stages,
-        "reduction_linear": reducing,
-        "segmentation_head": 1,
-    }
-    assert sum(each.floor() for each in noted) <= 600
-
-
-def test_a_pvt_v2_runs_on_kernels_alone():
-    """Besides them there is its head."""
-    noted = forwards.pyramid_launches("pvt_v2_b2", batch=64)
-    kernels = collections.Counter(map(str, noted))
-    assert kernels["layer_norm_inference"] == 16 + 4
-    assert kernels["reduction_linear"] == 13
-    assert kernels["linear: addmm"] == 2 * 16
-    of_pytorch = {name for name in kernels if name.startswith("PyTorch")}
-    assert of_pytorch == {"PyTorch: mean", "PyTorch: addmm"}
 
 
 def test_pytorchs_operators_are_noted_once():

@@ -7,7 +7,7 @@ from benchmarks.floors import Ceilings, ForwardLaunch
 from benchmarks.kernels import Kernel
 
 
-def launch(kernel, operator="PyTorch"):
+def launch(kernel, operator):
     return ForwardLaunch("", operator, kernel, 10**6, 10**9)
 
 
@@ -20,20 +20,11 @@ def test_kernels_are_set_beside_their_launches():
         Kernel("_linear_add_kernel", 4.0),
         Kernel("nvjet_hsh_128x128", 6.0),
     ]
-    noted = [
-        launch("linear_gelu", "linear_gelu"),
-        launch("convolution"),
-        launch("linear_add", "linear_add"),
-        launch("addmm"),
-    ]
+    names = ["linear_gelu", "convolution", "linear_add", "addmm"]
+    noted = [launch(name, name if name.startswith("linear") else "PyTorch") for name in names]
     groups = kernels.grouped(profile, noted)
     assert [len(group.kernels) for group in groups] == [1, 3, 1, 1]
-    assert [[each.kernel for each in group.launches] for group in groups] == [
-        ["linear_gelu"],
-        ["convolution"],
-        ["linear_add"],
-        ["addmm"],
-    ]
+    assert [[each.kernel for each in group.launches] for group in groups] == [[name] for name in names]
     row = groups[1].row(Ceilings(copy=1e12, product=1e15))
     assert row["us"] == pytest.approx(6.0)
     assert row["floor_us"] == pytest.approx(1.0)  # memory and products take as long

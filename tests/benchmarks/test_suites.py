@@ -62,18 +62,8 @@ def ran(tmp_path_factory):
     """Returns the output and the JSON of a run that times a few operators in the smallest shapes."""
     folder = tmp_path_factory.mktemp("run")
     words = "layer_norm-cvt_13-stage1-float32-forward- or layer_norm-cuda"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "benchmarks/test_operators.py",
-        "-q",
-        "-rs",
-        "-p",
-        "no:cacheprovider",
-        "--tiny",
-    ]
-    command += ["--benchmark-only", "-k", words, f"--benchmark-json={folder / 'a.json'}"]
+    options = "-m pytest benchmarks/test_operators.py -q -rs -p no:cacheprovider --tiny --benchmark-only"
+    command = [sys.executable, *options.split(), "-k", words, f"--benchmark-json={folder / 'a.json'}"]
     settings = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     settings |= {"XDG_CACHE_HOME": str(folder)}
     done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)

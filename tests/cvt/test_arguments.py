@@ -1,6 +1,7 @@
 """Every public argument of cvt is checked by name; a new one without an entry here fails a test."""
 
 import math
+from types import FunctionType
 
 import pytest
 import torch
@@ -42,148 +43,122 @@ def fields():
     return {field: getattr(ONE_STAGE, field) for field in ONE_STAGE.__dataclass_fields__}
 
 
-NOTHING = optional(of_values())
-WRONG = ("a", None, nn.Linear, 1j, [None], torch.ones(2))
+WRONG = ("a", None, nn.Linear, 1j, [None], torch.ones(2), {"a": 1}, 10**5000)
 FIELDS = {
-    int: of_values(*WRONG, True, -1, 1.5, math.nan, 2**70),
-    float: of_values(*WRONG, True, -0.1, math.nan, math.inf, -math.inf),
-    bool: of_values(*WRONG, 0, 1, 1.0),
-    str: choice(),
+    int: (*WRONG, True, -1, 1.5, math.nan, 2**70),
+    float: (*WRONG, True, -0.1, math.nan, math.inf, -math.inf),
+    bool: (*WRONG, 0, 1, 1.0),
 }
 
 
 def kind_of(field):
     """Returns the kind of a field of the configuration: of its default value, or of those per stage."""
     default = getattr(CvTConfig(), field)
-    return FIELDS[type(default[0] if isinstance(default, tuple) else default)]
+    if isinstance(default, str):
+        return choice()
+    if isinstance(default, tuple):
+        wrong = FIELDS[type(default[0])]
+        return of_values(*wrong, *((each,) for each in wrong))
+    return of_values(*FIELDS[type(default)])
 
 
 CONFIGURATION = {field: kind_of(field) for field in fields() if field not in ("layer_scale", "head_dim")}
 CONFIGURATION |= {
     "layer_scale": optional(of_values("a", nn.Linear, True, math.nan, math.inf)),
-    "head_dim": optional(FIELDS[int]),
+    "head_dim": optional(of_values(*FIELDS[int])),
 }
 CONFIGURATION |= {"token_keep_bounds": of_values("ab", 3, (1,), (0.9, 0.1), (True, 1), ("a", "b"))}
 
+
+def call(function=None, **arguments):
+    """Returns a call of arguments, each a good value, or a function that makes it, and its kind."""
+
+    def values():
+        made = {name: good for name, (good, _) in arguments.items()}
+        return {name: good() if isinstance(good, FunctionType) else good for name, good in made.items()}
+
+    return Call(values, {name: kind for name, (_, kind) in arguments.items()}, function)
+
+
+OF_IMAGES = images, tensor((3, SIDE, SIDE), (1, 2, SIDE, SIDE), (1, 3, 0, 0))
+NOTHING = optional(of_values())
+OVERRIDES = {}, NOTHING
+
 CALLS = {
-    "CvT": Call(lambda: {"config": ONE_STAGE}, {"config": CONFIG}),
+    "CvT": call(config=(ONE_STAGE, CONFIG)),
     "CvTConfig": Call(fields, CONFIGURATION),
-    "CvTFeatures": Call(
-        lambda: {"config": ONE_STAGE, "out_indices": (0,)},
-        {"config": CONFIG, "out_indices": optional(of_values("a", 0, (1.5,), (True,), (), (7,), (-2,)))},
+    "CvTFeatures": call(
+        config=(ONE_STAGE, CONFIG),
+        out_indices=((0,), optional(of_values("a", 0, (1.5,), (True,), (), (7,), (-2,)))),
     ),
-    "CvTSegmenter": Call(lambda: {"config": model(head="segment").config}, {"config": CONFIG}),
-    "create_model": Call(
-        lambda: (
-            {"model": ONE_STAGE, "pretrained": False, "checkpoint": None, "features_only": False}
-            | {"out_indices": None, "overrides": {}}
-        ),
-        {
-            "model": of_values("a", "", 3, {}, nn.Linear(2, 2)),
-            "pretrained": flag(),
-            "checkpoint": optional(of_values(3, True, {}, ["a"], torch.ones(2))),
-            "features_only": flag(),
-            "out_indices": optional(of_values("a", 0, (0,), ())),
-            "overrides": NOTHING,
-        },
+    "CvTSegmenter": call(config=(model(head="segment").config, CONFIG)),
+    "create_model": call(
         lambda overrides, **given: create_model(**given, **overrides),
+        model=(ONE_STAGE, of_values("a", "", 3, {}, nn.Linear(2, 2))),
+        pretrained=(False, flag()),
+        checkpoint=(None, optional(of_values(3, True, {}, ["a"], torch.ones(2)))),
+        features_only=(False, flag()),
+        out_indices=(None, optional(of_values("a", 0, (0,), ()))),
+        overrides=OVERRIDES,
     ),
-    "load_checkpoint": Call(
-        lambda: {"model": create_model(checkpoint="digits"), "checkpoint": "digits"},
-        {"model": MODEL, "checkpoint": also_named(PATH, "path")},
+    "load_checkpoint": call(
+        model=(lambda: create_model(checkpoint="digits"), MODEL),
+        checkpoint=("digits", also_named(PATH, "path")),
     ),
-    "read_checkpoint": Call(
-        lambda: {"path": "digits", "download": {}},
-        {"path": PATH, "download": NOTHING},
+    "read_checkpoint": call(
         lambda path, download: cvt.read_checkpoint(path, **download),
+        path=("digits", PATH),
+        download=OVERRIDES,
     ),
-    "prune_weights": Call(
-        lambda: {"model": model(), "mlp": 0.5, "heads": 0.5, "batches": None, "saliency": None},
-        {
-            "model": MODEL,
-            "mlp": number(-0.1, 1.0, 2),
-            "heads": number(-0.1, 1.0, 2),
-            "batches": optional(BATCHES),
-            "saliency": optional(choice()),
-        },
+    "prune_weights": call(
+        model=(model, MODEL),
+        mlp=(0.5, number(-0.1, 1.0, 2)),
+        heads=(0.5, number(-0.1, 1.0, 2)),
+        batches=(None, optional(BATCHES)),
+        saliency=(None, optional(choice())),
     ),
-    "randomize": Call(
-        lambda: {"model": nn.Linear(2, 2), "seed": 0},
-        {"model": of_values("a", 3, nn.Linear), "seed": of_values("a", 1.5, True, [1])},
+    "randomize": call(
         factory.randomize,
+        model=(lambda: nn.Linear(2, 2), of_values("a", 3, nn.Linear)),
+        seed=(0, of_values("a", 1.5, True, [1])),
     ),
-    "forward": Call(
-        lambda: {"self": model(), "images": images()},
-        {"images": tensor((3, SIDE, SIDE), (1, 2, SIDE, SIDE), (1, 3, 0, 0))},
-        cvt.CvT.forward,
-    ),
-    "reset_classifier": Call(
-        lambda: {"self": model(), "num_classes": 3, "pool": None},
-        {"num_classes": of_values("a", 1.5, True, -1, [1], 2**40), "pool": optional(choice())},
+    "forward": call(cvt.CvT.forward, self=(model, NOTHING), images=OF_IMAGES),
+    "reset_classifier": call(
         cvt.CvT.reset_classifier,
+        self=(model, NOTHING),
+        num_classes=(3, of_values("a", 1.5, True, -1, [1], 2**40)),
+        pool=(None, optional(choice())),
     ),
-    "set_token_keep": Call(
-        lambda: {"self": model(), "token_keep": 1.0, "bounds": None},
-        {
-            "token_keep": of_values("a", True, 0.0, 1.5, -1, [1, 2], float("nan")),
-            "bounds": also_named(optional(CONFIGURATION["token_keep_bounds"]), "token_keep_bounds"),
-        },
+    "set_token_keep": call(
         cvt.CvT.set_token_keep,
+        self=(model, NOTHING),
+        token_keep=(1.0, of_values("a", True, 0.0, 1.5, -1, [1, 2], float("nan"))),
+        bounds=(None, also_named(optional(CONFIGURATION["token_keep_bounds"]), "token_keep_bounds")),
     ),
-    "save_huggingface": Call(
-        lambda: {
-            "model": model(),
-            "directory": "/dev/null/x",
-            "labels": None,
-            "image_size": None,
-            "crop_fraction": None,
-        },
-        {
-            "model": MODEL,
-            "directory": PATH,
-            "labels": optional(strings()),
-            "image_size": optional(of_values("a", True, 1.5, 0, -1, 2**40, [1])),
-            "crop_fraction": optional(number(0.0, -0.1, 1.5)),
-        },
+    "save_huggingface": call(
+        model=(model, MODEL),
+        directory=("/dev/null/x", PATH),
+        labels=(None, optional(strings())),
+        image_size=(None, optional(of_values("a", True, 1.5, 0, -1, 2**40, [1]))),
+        crop_fraction=(None, optional(number(0.0, -0.1, 1.5))),
     ),
-    "segment_in_tiles": Call(
-        lambda: {
-            "model": model(head="segment"),
-            "images": images(),
-            "tile": 64,
-            "overlap": 32,
-            "context": 8,
-            "logits": False,
-        },
-        {
-            "model": of_values("a", 3, nn.Linear, model().train(), CvTConfig()),
-            "images": tensor((3, SIDE, SIDE), (1, 2, SIDE, SIDE), (1, 3, 0, 0)),
-            "tile": of_values("a", True, 1.5, 0, -32, 63, 80, [1]),
-            "overlap": of_values("a", True, 1.5, -32, 16, 64, 96, [1]),
-            "context": of_values("a", True, 1.5, -1, 17, [1]),
-            "logits": flag(),
-        },
+    "segment_in_tiles": call(
+        model=(lambda: model(head="segment"), of_values("a", 3, nn.Linear, model().train(), CvTConfig())),
+        images=OF_IMAGES,
+        tile=(64, of_values("a", True, 1.5, 0, -32, 63, 80, [1])),
+        overlap=(32, of_values("a", True, 1.5, -32, 16, 64, 96, [1])),
+        context=(8, of_values("a", True, 1.5, -1, 17, [1])),
+        logits=(False, flag()),
     ),
-    "from_pretrained": Call(
-        lambda: {
-            "pretrained_model_name_or_path": "digits",
-            "revision": None,
-            "token": None,
-            "cache_dir": None,
-            "force_download": False,
-            "local_files_only": True,
-            "overrides": {},
-        },
-        {
-            "pretrained_model_name_or_path": PATH,
-            "revision": optional(of_values(3, True, ["a"])),
-            "token": optional(of_values(3, ["a"], 1.5)),
-            "cache_dir": optional(of_values(3, True, ["a"])),
-            "force_download": flag(),
-            "local_files_only": flag(),
-            "overrides": NOTHING,
-        },
+    "from_pretrained": call(
         lambda overrides, **given: cvt.CvT.from_pretrained(**given, **overrides),
+        pretrained_model_name_or_path=("digits", PATH),
+        revision=(None, optional(of_values(3, True, ["a"]))),
+        token=(None, optional(of_values(3, ["a"], 1.5))),
+        cache_dir=(None, optional(of_values(3, True, ["a"]))),
+        force_download=(False, flag()),
+        local_files_only=(True, flag()),
+        overrides=OVERRIDES,
     ),
 }
 OTHERS = ["CheckpointError", "PRESETS", "__version__"]

@@ -1,6 +1,5 @@
 """Cards and configurations that anybody may have written: bounds of every field."""
 
-import dataclasses
 import json
 
 import pytest
@@ -13,21 +12,6 @@ from tests.cvt.models import SMALL
 
 NAMES = [f"class {i}" for i in range(10)]
 CARD = ModelCard(SMALL, NAMES, 32, 0.9).to_dict()
-ODD = (None, "x", float("nan"), -1, 10**5000, {"a": 1}, [[1]], True, torch.ones(2))
-FIELDS = {field.name for field in dataclasses.fields(CvTConfig)}
-
-
-@pytest.mark.parametrize("name", sorted(FIELDS - {"token_keep", "head_dim", "layer_scale"}))
-def test_every_field_of_a_configuration_is_checked(name):
-    """Each value for every stage and for one alone; ``tests/cvt/test_arguments.py`` has single ones."""
-    for odd in ODD:
-        for value in ([odd] * 3, (1, odd, 1)):
-            if isinstance(odd, bool) and name in ("qkv_bias", "cls_token") and value != (1, odd, 1):
-                continue
-            with pytest.raises((TypeError, ValueError), match=f"^{name}: ") as caught:
-                CvTConfig(**{name: value})
-            assert len(str(caught.value)) < 300
-            assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,12 @@
 
 import dataclasses
 import json
-import os
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from cvt import CheckpointError, CvT, create_model, load_checkpoint, read_checkpoint, save_huggingface
+from cvt import CheckpointError, create_model, load_checkpoint, read_checkpoint, save_huggingface
 from cvt.card import ModelCard
 from cvt.checkpoints import Checkpoint, save_safetensors
 from tests.cvt.models import SMALL, equal, huggingface_twin, small
@@ -35,8 +34,7 @@ NESTED = [
 
 
 @pytest.mark.parametrize(
-    ("save", "wrap"),
-    [*((torch.save, wrap) for wrap in FLAT + NESTED), *((save_file, wrap) for wrap in FLAT)],
+    ("save", "wrap"), [*((torch.save, wrap) for wrap in FLAT + NESTED), *((save_file, wrap) for wrap in FLAT)]
 )
 def test_files_of_torch_save_and_safetensors(tmp_path, save, wrap):
     source, target = small(), small(seed=1)
@@ -139,13 +137,6 @@ def test_names_of_hugging_face_that_are_integers():
 # What is written beside weights ---------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    small(activation="gelu").save_pretrained(folder, labels=NAMES)
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
 @pytest.mark.parametrize(
     ("place", "changes", "message"),
     [
@@ -155,39 +146,26 @@ def saved(tmp_path_factory):
         ("config.json", {"qkv_projection_method": ["avg"] * 3}, "config.json has qkv_projection_method"),
         ("given", {"model_type": "vit"}, "is a model of type 'vit', expected 'cvt'"),
         ("config.json", {"embed_dim": "x" * 10**6}, "config.json: embed_dims: got 'x"),
-        ("config.json", {"depth": [1, 10**8]}, "depths: got 2 values"),
         ("config.json", {"depth": [1, 10**8, 3]}, "depths: got 100000000"),
-        ("config.json", {"num_channels": True}, "in_chans: got True, expected int"),
         ("config.json", {"id2label": {str(i): {"a": i} for i in range(10)}}, "got id2label "),
         ("config.json", {"id2label": {str(i): "x" * 1001 for i in range(10)}}, "of 1001 characters among"),
         ("cvt_config", {"widths": 3}, "cvt_config is not of this version"),
-        ("cvt_config", {"embed_dims": [60000] * 3}, r"have embed_dims \(60000, .*, but its weights \(8, "),
-        ("cvt_config", {"num_classes": 9000000}, "to have num_classes 9000000, but its weights 10"),
-        ("cvt_config", {"mlp_ratio": 1000}, "does not fit this model: .* of another shape"),
-        ("cvt_config", {"in_chans": 60000, "patch_sizes": 1000}, "does not fit this model: "),
     ],
 )  # fmt: skip
-def test_files_of_json_that_no_model_can_have(saved, tmp_path, place, changes, message):
-    """No memory is taken for a model that the weights do not fit; in the first rows the model is given."""
-    for name, content in saved.items():
-        if name == "config.json":
-            whole = json.loads(content)
-            if place == "cvt_config":
-                whole[place] |= {"num_heads": [1, 1, 1], **changes}
-            else:
-                whole.pop("cvt_config", None)
-                whole |= changes
-            content = json.dumps(whole).encode()
-        (tmp_path / name).write_bytes(content)
-    builds = [lambda: create_model(SMALL if place == "given" else None, checkpoint=tmp_path)]
+def test_files_of_json_that_no_model_can_have(tmp_path, place, changes, message):
+    """Passes the configuration of a model beside the file in the rows of ``given``."""
+    small(activation="gelu").save_pretrained(tmp_path, labels=NAMES)
+    whole = json.loads((tmp_path / "config.json").read_text())
     if place == "cvt_config":
-        builds.append(lambda: CvT.from_pretrained(tmp_path))
-        builds.append(lambda: create_model(checkpoint=tmp_path, features_only=True))
-    for build in builds:
-        with pytest.raises(CheckpointError, match=message) as caught:
-            build()
-        assert str(tmp_path) in str(caught.value)
-        assert len(str(caught.value)) < 500
+        whole[place] |= changes
+    else:
+        whole.pop("cvt_config", None)
+        whole |= changes
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        create_model(SMALL if place == "given" else None, checkpoint=tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize(
@@ -205,7 +183,7 @@ def test_files_of_json_that_no_model_can_have(saved, tmp_path, place, changes, m
     ],
 )
 def test_a_configuration_that_is_not_of_its_weights(tmp_path, changes, message):
-    """No name is made up for each of its classes."""
+    """No memory is taken for such a model, and no name is made up for each of its classes."""
     config, path = dataclasses.replace(SMALL, **changes), tmp_path / "model.safetensors"
     if "num_classes" in changes:
         save_file(small().state_dict(), path)
@@ -216,20 +194,6 @@ def test_a_configuration_that_is_not_of_its_weights(tmp_path, changes, message):
     for model in (None, "cvt_13"):
         with pytest.raises(CheckpointError, match=message if model is None else str(path)):
             create_model(model, checkpoint=path)
-
-
-def test_tables_of_a_card_are_resized_for_other_images_only(tmp_path):
-    model = small(position_bias=True, position_bias_size=32)
-    state = model.state_dict()
-    name = next(name for name in state if name.endswith("position_bias"))
-    card = ModelCard(model.config, NAMES, 32)
-    path = tmp_path / "w.safetensors"
-    save_safetensors(Checkpoint("x", {**state, name: state[name][:, :-1]}, card=card), path)
-    with pytest.raises(CheckpointError, match="1 of another shape"):
-        create_model(checkpoint=path)
-    save_safetensors(Checkpoint("x", state, card=card), path)
-    larger = create_model(checkpoint=path, position_bias_size=64)
-    assert larger.state_dict()[name].shape[1] > state[name].shape[1]
 
 
 # Other heads ----------------------------------------------------------------------------------------------
@@ -244,8 +208,6 @@ def test_another_number_of_classes_replaces_the_head_and_says_so(tmp_path):
     assert report.head_replaced
     assert torch.equal(target.head.weight, head)
     assert torch.equal(target.norm.weight, source.norm.weight)
-    with pytest.warns(UserWarning, match="model one of 4"):
-        assert create_model(SMALL, num_classes=4, checkpoint=tmp_path / "w.pth").num_classes == 4
 
 
 def test_the_checkpoint_decides_the_number_of_classes_unless_told(tmp_path):
@@ -318,21 +280,12 @@ def test_bad_files_leave_the_model_as_it_was(tmp_path, damage, message):
         assert equal(model.state_dict(), before)
 
 
-def test_models_that_cannot_be_loaded_into(tmp_path):
+def test_a_model_without_memory_cannot_be_loaded_into(tmp_path):
     torch.save(small().state_dict(), tmp_path / "w.pth")
-    with pytest.raises(TypeError, match="model: got Linear, expected a CvT or CvTFeatures"):
-        load_checkpoint(torch.nn.Linear(2, 2), tmp_path / "w.pth")
     with torch.device("meta"):
         model = create_model(SMALL)
     with pytest.raises(CheckpointError, match="of another kind"):
         load_checkpoint(model, tmp_path / "w.pth")
-
-
-class Intruder:
-    """An object whose unpickling makes a folder."""
-
-    def __reduce__(self):
-        return os.mkdir, ("intruder-was-here",)
 
 
 @pytest.mark.parametrize(
@@ -342,15 +295,12 @@ class Intruder:
         ({}, "got a dict, expected a state_dict"),
         ({"epoch": 3, "weights": {}}, "got int under 'epoch', expected tensors only"),
         (torch.ones(3), "got a Tensor, expected a state_dict"),
-        ({"state_dict": {}, "extra": Intruder()}, r"holds pickled code or objects \(posix.mkdir\)"),
     ],
 )
-def test_files_without_a_state_dict(tmp_path, monkeypatch, content, message):
-    monkeypatch.chdir(tmp_path)
-    torch.save(content, "w.pth")
+def test_files_without_a_state_dict(tmp_path, content, message):
+    torch.save(content, tmp_path / "w.pth")
     with pytest.raises(CheckpointError, match=message):
-        read_checkpoint("w.pth")
-    assert [path.name for path in tmp_path.iterdir()] == ["w.pth"]
+        read_checkpoint(tmp_path / "w.pth")
 
 
 def test_bad_directories(tmp_path):

@@ -56,15 +56,11 @@ def test_models_that_hugging_face_cannot_express(tmp_path, overrides, message):
 @pytest.mark.parametrize(
     ("error", "message", "options"),
     [
-        (TypeError, r"got labels .* expected a list of strings", {"labels": [object()] * 10}),
         (TypeError, "got labels '0123456789', expected a list", {"labels": "0123456789"}),
-        (TypeError, "got labels 10, expected a list of strings", {"labels": 10}),
         (ValueError, "of 1001 characters among the labels", {"labels": [*"012345678", "x" * 1001]}),
         (ValueError, "of 1 characters among the labels", {"labels": [*"012345678", "\ud800"]}),
         (ValueError, "got 3 labels for 10 classes", {"labels": ["a", "b", "c"]}),
         (ValueError, "image_size: got 0, expected at least 1", {"image_size": 0}),
-        (TypeError, "image_size: got '224', expected int", {"image_size": "224"}),
-        (ValueError, "crop_fraction: got 1.5", {"image_size": 224, "crop_fraction": 1.5}),
         (ValueError, "crop_fraction: got 1e-09", {"image_size": 224, "crop_fraction": 1e-9}),
     ],
 )

@@ -18,7 +18,6 @@ from cvt.images import ImageError, load_images, normalize, preprocess, read_imag
 from cvt.tools.datasets import Batches, ImageDataset
 from cvt.tools.label_maps import read_label_map
 
-ROOT = Path(__file__).parents[2]
 RED, BLUE, WHITE = (200, 30, 40), (20, 40, 220), (255, 255, 255)
 
 
@@ -95,16 +94,6 @@ PALETTE = two_halves().quantize(4)
         (half_transparent("L"), {}, (82,) * 3, WHITE),
         (PALETTE, {"transparency": PALETTE.getpixel((30, 10))}, RED, WHITE),
         (two_halves().convert("CMYK"), {"format": "JPEG"}, RED, BLUE),
-    ],
-    ids=[
-        "gray",
-        "16 bits",
-        "black and white of 16 bits",
-        "a transparent gray",
-        "RGBA",
-        "LA",
-        "palette",
-        "CMYK",
     ],
 )
 def test_pixels_become_rgb_on_white(tmp_path, image, options, left, right):
@@ -191,12 +180,6 @@ def test_other_formats_are_refused_before_anything_starts(tmp_path, monkeypatch,
             read(tmp_path / f"b.{suffix}")
 
 
-def test_images_are_opened_in_one_place():
-    files = [file for name in ("cvt", "cvt_kernels", "benchmarks") for file in (ROOT / name).rglob("*.py")]
-    opening = re.compile(r"\b(PIL\.)?Image\.open\(|import open\b|ImageFile\.Parser")
-    assert [file.name for file in files if opening.search(file.read_text(encoding="utf-8"))] == ["images.py"]
-
-
 # Preprocessing --------------------------------------------------------------------------------------------
 
 
@@ -267,11 +250,6 @@ def test_what_is_too_long_is_named(tmp_path):
             ImageError, match=rf"long.png: is 1×700000 pixels, too long to be resized to {message}"
         ):
             load_images([path], size, upscale=True)
-    data = ImageDataset([path] * 2, [0, 1], ["a", "b"], 384)
-    with pytest.raises(ImageError, match=r"long.png: is 1×700000 pixels, too long"):
-        list(Batches(data, 2))
-    with pytest.warns(UserWarning, match=r"skipped: .*long.png: is 1×700000 pixels, too long"):
-        assert list(Batches(data, 2, corrupt="skip")) == []
     with pytest.raises(ImageError, match=r"images\[0\]: is 1×700000"):
         list(Batches(ImageDataset([Image.new("RGB", (1, 700_000))], [0], ["a", "b"], 384), 1))
 

@@ -13,7 +13,6 @@ from cvt.checkpoints import CheckpointError, load_checkpoint
 from cvt_kernels.reference import resize_table
 from tests.checks import not_built
 from tests.cvt.models import SMALL, equal, small
-from tests.upstream import ONE_STAGE
 
 CPU_KERNELS = pytest.param("cpu", marks=pytest.mark.skipif(not_built(), reason="there is no extension"))
 IMAGES = torch.randn(2, 3, 64, 80, generator=torch.Generator().manual_seed(0))
@@ -110,26 +109,6 @@ def test_a_checkpoint_for_images_of_another_size(tmp_path):
     torch.save(tensors, tmp_path / "heads.pth")
     with pytest.raises(CheckpointError, match=r"position_bias \(3, 14, 14\) for \(2, 14, 14\)"):
         load_checkpoint(model, tmp_path / "heads.pth")
-
-
-def test_tables_train():
-    model = biased(drop_path_rate=0.0, pool="avg").train()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(IMAGES).float().sin().sum()
-    loss.backward()
-    for table in tables_of(model).values():
-        assert table.grad.dtype == torch.float32
-        assert table.grad.any()
-
-
-@torch.no_grad()
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_exports_and_traces():
-    model = create_model(ONE_STAGE, position_bias=True, position_bias_size=48).eval()
-    traced = torch.jit.trace(model, IMAGES, check_trace=False)
-    for program in (torch.export.export(model, (IMAGES,)).module(), traced):
-        torch.testing.assert_close(program(IMAGES), model(IMAGES))
-    torch.testing.assert_close(traced(IMAGES[:1]), model(IMAGES[:1]))
 
 
 @torch.no_grad()

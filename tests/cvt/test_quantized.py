@@ -83,11 +83,7 @@ def test_models_that_are_quantized_otherwise(model, tmp_path):
     path = saved(model, tmp_path / "q.safetensors")
     plain = saved(small(), tmp_path / "f.safetensors")
     for target, source, message in (
-        (
-            small(),
-            path,
-            r"q.safetensors: is quantized \(stage0.*\), the model is not; build it by ",
-        ),
+        (small(), path, r"q.safetensors: is quantized \(stage0.*\), the model is not; build it by "),
         (model, plain, r"f.safetensors: is not quantized \(stage0.*\)"),
         (quantized(small(), embeddings=True, dtype=torch.float8_e4m3fn), path, "of another kind"),
     ):
@@ -113,10 +109,7 @@ ONES, BYTES = torch.ones(96), torch.ones(96, 24, dtype=torch.int8)
         ({"qweight": BYTES * -128}, "has a number that is not from -127 to 127"),
         ({"weight": torch.ones(96, 24), "qweight": None}, r"1 unexpected \(first: .*weight_scale\)"),
         ({"qweight": torch.ones(96, 24)}, "qweight: got shape .* of float16, .* of int8 or float8_e4m3fn"),
-        (
-            {"weight": BYTES, "qweight": None, "weight_scale": None},
-            r"1 of another kind .*torch.int8",
-        ),
+        ({"weight": BYTES, "qweight": None, "weight_scale": None}, r"1 of another kind .*torch.int8"),
         ({"qweight": BYTES[:, 0]}, r"got shape \(96,\) of int8, torch.strided, expected \(outputs"),
         ({"qweight": BYTES[:, 1:]}, "1 of another shape"),
         ({"qweight": (BYTES * math.nan).to(torch.float8_e4m3fn)}, "a number that is not from -448 to 448"),

@@ -58,16 +58,6 @@ def test_a_local_model_computes_what_it_does_of_the_whole_image(height, width, o
     assert torch.equal(labels.long(), out.argmax(1))
 
 
-def test_less_context_than_the_reach_differs():
-    model, x = local(), images(128, 224)
-    out = segment_in_tiles(model, x, tile=128, overlap=32, context=2, logits=True)
-    with torch.no_grad():
-        differs = (out - model(x)).abs().amax((0, 1, 2)) > 1e-3
-    assert differs.any()
-    assert not differs[:98].any()  # the tiles are blended from 98 to 126
-    assert not differs[126:].any()
-
-
 def test_attention_is_of_the_whole_tile():
     config = dataclasses.replace(SMALL, head="segment", decoder_dim=12, num_classes=5)
     model = create_model(config).eval()

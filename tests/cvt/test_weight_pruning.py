@@ -250,7 +250,6 @@ def test_quantized_models():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "mlp, heads: got 0 for both"),
         ({"mlp": 0.99}, "mlp: 0.99 removes all 32 hidden units of stage 0"),
         ({"heads": 1 - 1e-12}, "heads: 1 removes all 1 heads of stage 0"),
         ({"heads": 0.3}, "heads: 0.3 removes none of the 1, 2, 3 heads of the stages"),

@@ -54,25 +54,6 @@ def test_without_a_compiler_the_python_part_is_installed_alone():
     assert "there is no C++ compiler 'no-such-compiler'" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"CVT_KERNELS_CUDA": "yes"}, "got 'yes', expected auto, 0 or 1"),
-        ({"CVT_KERNELS_CUDA": "1", **NO_TOOLKIT}, "no nvcc was found"),
-        ({"CVT_KERNELS_CUDA": "1", **NO_COMPILER}, "there is no C++ compiler 'no-such-compiler'"),
-        ({"CVT_KERNELS_WERROR": "yes"}, "got 'yes', expected 0 or 1"),
-        ({"CVT_KERNELS_CPU_SETS": "avx3"}, "got 'avx3', expected native, all, or some of plain"),
-        ({"CVT_KERNELS_CPU_SETS": "all avx2"}, "got 'all', expected native, all, or some of plain"),
-    ],
-)
-def test_a_build_that_is_impossible_fails_with_one_sentence(environment, message):
-    result = run_setup(**environment)
-    assert result.returncode == 1
-    assert next(iter(environment)) in result.stderr
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-
-
 def test_without_a_toolkit_the_cpu_kernels_are_built():
     """Nothing is said where no GPU is: the PATH has no nvidia-smi here."""
     result = run_setup(**NO_TOOLKIT, CVT_KERNELS_CPU_SETS="all")
@@ -103,32 +84,35 @@ def fake_toolkit(tmp_path, version="13.0", library=True):
     return {"CUDA_HOME": str(tmp_path)}
 
 
-@pytest.mark.parametrize(
-    ("lacks", "message"),
-    [
-        ({"version": "11.8"}, "is of CUDA 11.8, but 12.0 is the oldest that knows C++20"),
-        ({"library": False}, "comes without libcudart_static.a"),
-    ],
-)
-def test_a_toolkit_that_cannot_be_used(tmp_path, lacks, message):
-    environment = fake_toolkit(tmp_path, **lacks)
-    assert message in run_setup(**environment, CVT_KERNELS_CPU_SETS="all").stderr
-    insisting = run_setup(**environment, CVT_KERNELS_CUDA="1")
-    assert insisting.returncode == 1
-    assert message in insisting.stderr
+CUDA = {"CVT_KERNELS_CUDA": "1"}
 
 
 @pytest.mark.parametrize(
-    ("architectures", "message"),
+    ("environment", "toolkit", "message"),
     [
-        ("Hopper", "TORCH_CUDA_ARCH_LIST: got 'Hopper', expected versions such as 8.0;9.0+PTX"),
-        ("9.0;12.0", "TORCH_CUDA_ARCH_LIST: got 12.0, which CUDA 13.0 does not know"),
+        ({"CVT_KERNELS_CUDA": "yes"}, None, "got 'yes', expected auto, 0 or 1"),
+        (CUDA | NO_TOOLKIT, None, "no nvcc was found"),
+        (CUDA | NO_COMPILER, None, "there is no C++ compiler 'no-such-compiler'"),
+        ({"CVT_KERNELS_WERROR": "yes"}, None, "got 'yes', expected 0 or 1"),
+        ({"CVT_KERNELS_CPU_SETS": "avx3"}, None, "got 'avx3', expected native, all, or some of plain"),
+        ({"CVT_KERNELS_CPU_SETS": "all avx2"}, None, "got 'all', expected native, all, or some of plain"),
+        (CUDA, {"version": "11.8"}, "is of CUDA 11.8, but 12.0 is the oldest that knows C++20"),
+        (CUDA, {"library": False}, "comes without libcudart_static.a"),
+        (
+            {"TORCH_CUDA_ARCH_LIST": "Hopper"} | CUDA,
+            {},
+            "got 'Hopper', expected versions such as 8.0;9.0+PTX",
+        ),
+        ({"TORCH_CUDA_ARCH_LIST": "9.0;12.0"} | CUDA, {}, "got 12.0, which CUDA 13.0 does not know"),
     ],
 )
-def test_architectures_that_cannot_be_compiled_for(tmp_path, architectures, message):
-    result = run_setup(**fake_toolkit(tmp_path), CVT_KERNELS_CUDA="1", TORCH_CUDA_ARCH_LIST=architectures)
+def test_a_build_that_is_impossible_fails_with_one_sentence(tmp_path, environment, toolkit, message):
+    made = {} if toolkit is None else fake_toolkit(tmp_path, **toolkit)
+    result = run_setup(**environment, **made)
     assert result.returncode == 1
+    assert next(iter(environment)) in result.stderr
     assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.fixture
@@ -287,23 +271,6 @@ def test_the_loops_of_a_set_are_those_of_the_tables_of_the_operators(setup):
     ):
         loops = tables[macro] + tables[macro][-1:] * (len(sets) - len(tables[macro]))  # as choose() does
         assert [setup[served][name] for name in sets] == loops
-
-
-@needs_x86
-@needs_compiler
-@pytest.mark.parametrize("sets", [*([name] for name in toolkit.CPU_SETS), ["avx2", "amx_bf16"]])
-def test_each_file_is_compiled_once_for_each_set(tmp_path, monkeypatch, setup, sets):
-    """The loops of a source are those that its operators choose for the sets of the build, and no others."""
-    monkeypatch.setenv("CVT_KERNELS_CUDA", "0")
-    setup["find_toolkit"].cache_clear()
-    *objects, _ = planned(setup, tmp_path, sets)
-    tables, names = tables_of_the_header()
-    for source in Path("csrc").glob("*/*cpu_loops.cpp"):
-        compiled = [option for step in objects if step.inputs[0] == str(source)
-                    for option in step.command if option.startswith("-DKERNELS=")]  # fmt: skip
-        table = tables[re.search(r"DECLARE_(\w+_TABLES);", source.with_suffix(".h").read_text())[1]]
-        chosen = {table[min(names.index(name), len(table) - 1)] for name in sets}
-        assert sorted(compiled) == sorted(f"-DKERNELS=kernels_{name}" for name in chosen)
 
 
 @needs_compiler

@@ -74,13 +74,6 @@ def test_parts_of_data_sets(folder):
     fitted, held_out = open_parts(folder, 16, crop_fraction=0.5)
     assert [part.images[0].parts[-3] for part in (fitted, held_out)] == ["train", "val"]
     assert fitted.crop_fraction == held_out.crop_fraction == 0.5
-    (folder / "val" / "dog").rename(folder / "val" / "fox")
-    with pytest.raises(ValueError, match="has train/ and val/ of different classes"):
-        open_parts(folder, 16)
-    for file in [*(folder / "val").rglob("[1-9].png")]:
-        file.unlink()
-    with pytest.raises(ValueError, match="no images besides those that are held out"):
-        open_parts(folder / "val", 16)
     (folder / "val").rename(folder / "whole")
     with pytest.raises(FileNotFoundError, match="val does not exist, expected train/ and val/"):
         open_parts(folder, 16)
@@ -199,15 +192,6 @@ def test_links_are_followed_and_hidden_files_left_out(folder):
     assert dataset.classes == ["cat", "dog", "fox"]
     assert [path.name for path in dataset.images[:6]] == [f"{i}.png" for i in (0, 1, 2, 3, 4, 9)]
     assert dataset.labels == [0] * 6 + [1] * 4 + [2] * 4
-
-
-def test_a_link_to_nothing_is_an_image_that_cannot_be_read(folder):
-    (folder / "val" / "cat" / "gone.png").symlink_to(folder / "nowhere.png")
-    dataset = open_dataset(folder, "val", 16)
-    with pytest.raises(FileNotFoundError, match=r"cat/gone.png does not exist"):
-        list(Batches(dataset, 2))
-    with pytest.warns(UserWarning, match=r"^skipped: .*cat/gone.png does not exist"):
-        assert grays(Batches(dataset, 2, corrupt="skip")) == ALL
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(folder, monkeypatch):

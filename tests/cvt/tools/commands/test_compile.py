@@ -13,8 +13,7 @@ from cvt.tools import commands as cli
 from cvt.tools.commands.compile import gpus, jobs, launches, triton_kernels
 from cvt.tools.commands.compile.dependencies import overwritten
 from cvt.tools.commands.compile.triton_kernels import Resources
-from cvt_kernels.launch import launching
-from tests.checks import bad, leave_the_interpreter
+from tests.checks import bad
 from tests.processes import run_python
 
 
@@ -39,12 +38,9 @@ def test_kernels_of_a_model(tmp_path):
     assert (report["schema"], report["version"]) == (jobs.SCHEMA, jobs.VERSION)
     names = ["conv_embedding_embed", "conv_embedding_normalize", "conv_embedding_normalize"]
     assert [row["kernel"] for row in report["kernels"]] == names
-    heading, *cells, empty, entry = lines
-    assert re.split(r"  +", heading) == [
-        "arch", "kernel", "dtype", "mode", "for", "registers", "spilled B", "shared B", "occupancy",
-    ]  # fmt: skip
-    assert (empty, entry) == ("", "3 kernels: nothing spills, everything fits")
-    for number, (row, line) in enumerate(zip(report["kernels"], cells, strict=True), 1):
+    assert len(lines) == 1 + 3 + 2
+    assert lines[-1] == "3 kernels: nothing spills, everything fits"
+    for number, (row, line) in enumerate(zip(report["kernels"], lines[1:4], strict=True), 1):
         resources = row["resources"]
         assert (row["flaws"], resources["stack"]) == ([], 0)
         assert 0 < resources["registers"] <= 255
@@ -78,24 +74,6 @@ def test_a_spill_fails_the_command(tmp_path):
     ((kernel, (flaw,)),) = [(row["kernel"], row["flaws"]) for row in report["kernels"] if row["flaws"]]
     assert re.fullmatch(r"spills: [1-9]\d* bytes", flaw)
     assert f"sm_90 {kernel}, float32 cvt_13 224²×256 3: {flaw}" in lines
-
-
-@pytest.mark.parametrize("flawed", [(), (0,), (1,), (0, 1)])
-def test_a_flaw_of_any_kernel_fails_the_command(flawed, monkeypatch, capsys):
-    case = jobs.LaunchCase("attention", "bfloat16", "cvt_13", 224, 256, 3, "inference")
-    resources = Resources.of(90, 128, {"REG": 32, "STACK": 0, "SHARED": 1024, "LOCAL": 0})
-    rows = []
-    for i, name in enumerate(("_attention_fwd_kernel", "_attention_bwd_kernel")):
-        kernel = launching.TritonKernel(90, "", name, {}, {}, {}, {})
-        rows.append(jobs.row_of(jobs.Job(kernel, {case: None}), resources))
-        rows[i]["flaws"] = ["spills"] if i in flawed else []
-    leave_the_interpreter(monkeypatch)
-    monkeypatch.setattr(jobs, "triton_jobs", lambda selection: rows)
-    monkeypatch.setattr(jobs, "compile_all", lambda plan, count: plan)
-    assert cli.main(["compile"]) == bool(flawed)
-    out = capsys.readouterr().out
-    assert out.count(": spills\n") == len(flawed)
-    assert ("nothing spills" in out) == (not flawed)
 
 
 def test_flaws():

@@ -4,7 +4,6 @@ import io
 import os
 import signal
 import sys
-import tempfile
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from cvt.card import ModelCard
 from cvt.checkpoints import Checkpoint, save_safetensors
 from cvt.factory import randomize
 from cvt.tools.commands import evaluate, main
-from cvt.tools.commands.process import temporary_files_together
 from cvt.tools.training.recipe import MODELS
 from cvt_kernels.messages import printable
 from cvt_kernels.tuning import choices
@@ -104,18 +102,6 @@ def test_a_signal_that_somebody_handles_stays_theirs(monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert seen == [signal.SIGTERM]
-
-
-def test_temporary_files_go_together(monkeypatch):
-    monkeypatch.setenv("TMPDIR", "before")
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    with temporary_files_together():
-        left = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115
-        left.close()
-        assert os.path.dirname(left.name) == os.environ["TMPDIR"]
-    assert not os.path.exists(left.name)
-    assert os.environ["TMPDIR"] == "before"
-    assert tempfile.gettempdir() != os.path.dirname(left.name)
 
 
 # Memory ---------------------------------------------------------------------------------------------------

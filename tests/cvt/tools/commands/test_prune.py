@@ -1,7 +1,5 @@
 """``cvt prune``: its files and figures, what takes the files, and what it rejects."""
 
-import contextlib
-import io
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +11,7 @@ from cvt import create_model, read_checkpoint
 from cvt.checkpoints import PACKAGED
 from cvt.tools.commands import main
 from cvt.tools.evaluation import cost
-from tests.checks import bad, python_blocks, run_blocks, section_of
+from tests.checks import bad, python_blocks, run, run_blocks, section_of
 from tests.cvt.models import small
 
 PAGE = section_of("pruning.md", "## Prune a model's weights")
@@ -24,11 +22,8 @@ DIGITS = ["--checkpoint", "digits", "--calibrate", "digits"]
 def digits(tmp_path_factory):
     """Prunes the model of digits; returns the folder, and what was printed."""
     folder = tmp_path_factory.mktemp("pruned")
-    printed = io.StringIO(), io.StringIO()
-    files = ["--output", str(folder / "p.safetensors"), "--json", str(folder / "p.json")]
-    with contextlib.redirect_stdout(printed[0]), contextlib.redirect_stderr(printed[1]):
-        assert main(["prune", *DIGITS, "--mlp", "0.25", *files]) == 0
-    return folder, *(stream.getvalue() for stream in printed)
+    files = ["--output", folder / "p.safetensors", "--json", folder / "p.json"]
+    return folder, *run(main, "prune", *DIGITS, "--mlp", 0.25, *files)
 
 
 def test_files_and_figures(digits):
@@ -64,13 +59,12 @@ def test_the_python_of_the_page():
     assert smaller(torch.zeros(1, 3, 16, 16)).shape == (1, 10)
 
 
-def test_without_data(capsys, tmp_path):
+def test_without_data(tmp_path):
     small().save_pretrained(tmp_path / "model")
     options = ["--mlp", "0.25", "--image-size", "32", "--batch-size", "1", "--output"]
     for checkpoint, output in (("model", "1.safetensors"), ("1.safetensors", "2.safetensors")):
         output = str(tmp_path / output)
-        assert main(["prune", "--checkpoint", str(tmp_path / checkpoint), *options, output]) == 0
-        out = capsys.readouterr().out
+        out, _ = run(main, "prune", "--checkpoint", tmp_path / checkpoint, *options, output)
         assert f"{output}: {tmp_path / checkpoint}, pruned by the magnitude of its weights\n" in out
         assert "top-1" not in out
         assert read_checkpoint(output).labels is None
@@ -78,10 +72,19 @@ def test_without_data(capsys, tmp_path):
     assert create_model(checkpoint=tmp_path / "2.safetensors").config.mlp_ratio == (2.0, 2.5, 56 / 24)
 
 
-def test_the_saliency_that_is_chosen(capsys, tmp_path):
-    options = ["--saliency", "magnitude", "--heads", "0.5", "--output", str(tmp_path / "p.safetensors")]
-    assert main(["prune", *DIGITS, *options]) == 0
-    assert "pruned by the magnitude of its weights, measured on 360 held-out" in capsys.readouterr().out
+def test_the_saliency_that_is_chosen(tmp_path):
+    out, _ = run(
+        main,
+        "prune",
+        *DIGITS,
+        "--saliency",
+        "magnitude",
+        "--heads",
+        0.5,
+        "--output",
+        tmp_path / "p.safetensors",
+    )
+    assert "pruned by the magnitude of its weights, measured on 360 held-out" in out
 
 
 def test_a_packaged_file_is_not_replaced(capsys, tmp_path, monkeypatch):

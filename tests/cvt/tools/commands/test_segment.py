@@ -8,28 +8,30 @@ import torch
 from cvt import CvTSegmenter, create_model, read_checkpoint
 from cvt.tools.commands import main
 from cvt.tools.training.recipe import SEGMENT_OPTIONS
-
-
-def run(capsys, *arguments):
-    code = main([str(argument) for argument in arguments])
-    return code, *capsys.readouterr()
+from tests.checks import bad, run
 
 
 @pytest.fixture
-def train(label_maps, tmp_path, capsys):
-    """Returns a function that runs ``cvt train`` on the label maps, with more arguments."""
-    options = ("--data", label_maps, "--output", tmp_path / "run", "--image-size", 16, "--batch-size", 8)
+def training(label_maps, tmp_path):
+    """Returns the words of ``cvt train`` on the label maps."""
+    words = (
+        "train",
+        "--data",
+        label_maps,
+        "--output",
+        tmp_path / "run",
+        "--image-size",
+        16,
+        "--batch-size",
+        8,
+    )
+    return *words, "--model", "cvt_nano", "--device", "cpu", "--task", "segment", "--epochs", 1
 
-    def train(*arguments):
-        return run(capsys, "train", *options, "--model", "cvt_nano", "--device", "cpu", *arguments)
 
-    return train
-
-
-def test_train_and_evaluate(train, label_maps, tmp_path, capsys):
+def test_train_and_evaluate(training, label_maps, tmp_path):
     (label_maps / "classes.txt").write_text("sky\nsea\nland\n")
-    code, out, err = train("--task", "segment", "--epochs", 1)
-    assert (code, err) == (0, "")
+    out, err = run(main, *training)
+    assert err == ""
     assert "  mIoU " in out
     assert out.splitlines()[-1].startswith(f"{tmp_path / 'run'}: mIoU ")
     checkpoint = read_checkpoint(tmp_path / "run")
@@ -40,8 +42,8 @@ def test_train_and_evaluate(train, label_maps, tmp_path, capsys):
     figures = tmp_path / "figures.json"
     source = ("--checkpoint", tmp_path / "run", "--device", "cpu")
     (label_maps / "classes.txt").unlink()  # the checkpoint knows the names
-    code, out, err = run(capsys, "evaluate", *source, "--data", label_maps, "--json", figures)
-    assert (code, err) == (0, "")
+    out, err = run(main, "evaluate", *source, "--data", label_maps, "--json", figures)
+    assert err == ""
     content = json.loads(figures.read_text())
     log = torch.load(tmp_path / "run" / "best.pth", weights_only=True)["metrics"]
     assert content["miou"] == pytest.approx(log["miou"], rel=1e-6)
@@ -54,40 +56,24 @@ def test_train_and_evaluate(train, label_maps, tmp_path, capsys):
     assert any(line.startswith("sea ") and f"{content['iou'][1]:.2%}" in line for line in out.splitlines())
 
     output = tmp_path / "model.pt2"
-    code, out, err = run(capsys, "export", *source[:2], "--format", "pt2", "--output", output)
-    assert code == 0
+    out, _ = run(main, "export", *source[:2], "--format", "pt2", "--output", output)
     assert "(batch, 3, 16, 16) to logits (batch, 3, 16, 16), within" in out
 
 
-def test_a_backbone_is_tuned(train, tmp_path):
+def test_a_backbone_is_tuned(training, tmp_path):
     """The weights of the digits in the package have a head for classes of images."""
-    code, _, err = train("--task", "segment", "--epochs", 1, "--checkpoint", "digits", "--lr", 1e-9)
-    assert code == 0
+    _, err = run(main, *training, "--checkpoint", "digits", "--lr", 1e-9)
     assert "has a head to classify and the model one to segment: the head was not loaded" in err
     tuned, digits = (read_checkpoint(source).tensors for source in (tmp_path / "run", "digits"))
     name = "stage1.blocks.1.mlp.fc1.weight"
     torch.testing.assert_close(tuned[name], digits[name], rtol=0, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("classes", [True, False], ids=["named", "numbered"])
-def test_a_broken_label_map_is_skipped(train, label_maps, classes):
-    if classes:
-        (label_maps / "classes.txt").write_text("sky\nsea\nland\n")
-    (label_maps / "val" / "labels" / "1.png").write_bytes(b"no image")
-    code, _, err = train("--task", "segment", "--epochs", 1, "--corrupt", "skip")
-    assert code == 0
-    assert err.count("cvt train: skipped: ") == 1
-    assert err.count("cvt train: data: no classes are known of ") == (not classes)
-
-
-def test_a_training_that_fails_at_once_leaves_no_log(train, label_maps, tmp_path):
+def test_a_training_that_fails_at_once_leaves_no_log(training, label_maps, tmp_path, capsys):
     (label_maps / "classes.txt").write_text("sky\nsea\nland\n")
     for file in (label_maps / "train" / "labels").iterdir():
         file.write_bytes(b"no image")
-    code, _, err = train("--task", "segment", "--epochs", 1)
-    assert code == 2
-    assert "is not a readable label map" in err
+    assert "is not a readable label map" in bad(capsys, main, *training)
     assert [file.name for file in (tmp_path / "run").iterdir()] == [".lock"]
 
 

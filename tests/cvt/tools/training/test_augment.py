@@ -7,14 +7,9 @@ import torch
 
 from cvt.tools.training.augment import Augment, cut_side, cutmix, mixup
 from cvt.tools.training.recipe import DIGITS_OPTIONS, TrainConfig
+from tests.cvt.tools.training.test_trainer import batch
 
 OFF = {"mixup": 0.0, "cutmix": 0.0, "color_jitter": 0.0, "rand_augment": 0, "random_erasing": 0.0}
-
-
-def batch(count=8, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randint(0, 256, (count, 3, 16, 16), generator=generator, dtype=torch.uint8)
-    return images, torch.randint(0, 3, (count,), generator=generator)
 
 
 def test_mixup_and_cutmix_pixel_by_pixel():

@@ -64,15 +64,10 @@ def test_distillation_against_its_formula():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"epochs": 0}, "epochs: got 0, expected at least 1"),
         ({"epochs": 10**30}, r"epochs: got 10{30}, expected at least 1 and below 1e\+06"),
         ({"batch_size": 2**40}, r"batch_size: got 1099511627776, expected at least 1 and below"),
-        ({"accumulate": 2**40}, r"accumulate: got 1099511627776, expected at least 1 and below"),
         ({"seed": 2**63}, "seed: got 9223372036854775808, expected at least 0 and below"),
-        ({"seed": -1}, "seed: got -1, expected at least 0"),
         ({"lr": "fast"}, "lr: got 'fast', expected float"),
-        ({"label_smoothing": 1.0}, "label_smoothing: got 1.0"),
-        ({"precision": "int8"}, "precision: got 'int8', expected one of fp32, bf16, fp16"),
         ({"distillation": "warm"}, "distillation: got 'warm', expected one of none, soft, hard"),
         ({"warmup_epochs": 300.0}, "warmup_epochs: got 300, expected less than epochs, 300"),
         ({"freeze_bn": 1}, "freeze_bn: got 1, expected bool"),

@@ -15,7 +15,6 @@ from cvt.tools.evaluation import add_up_pixels, answers
 from cvt.tools.label_maps import open_label_maps
 from cvt.tools.training.recipe import MODELS, SEGMENT_OPTIONS, TrainConfig
 from cvt.tools.training.trainer import LAST, Trainer, epoch_line
-from tests.cvt.tools.training.test_trainer import assert_same_bits
 from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -94,18 +93,3 @@ def test_two_processes_add_up_their_pixels(label_maps, tmp_path):
     assert row["miou"] == pytest.approx(sums.miou, rel=1e-6)
     assert row["pixel_accuracy"] == sums.pixel_accuracy
     assert row["val_loss"] == pytest.approx(sums.loss, rel=1e-5)
-
-
-def test_a_resumed_training_has_the_same_bits(label_maps, tmp_path):
-    trainer(label_maps, tmp_path / "whole").fit()
-    stopped = trainer(label_maps, tmp_path / "stopped")
-    steps = [stopped.step] * 3  # two in each of three epochs
-    stopped.step = lambda *args: steps.pop()(*args)
-    with pytest.raises(IndexError):
-        stopped.fit()
-    resumed = trainer(label_maps, tmp_path / "stopped", resume=True)
-    assert resumed.epoch == 1
-    resumed.fit()
-    for name in (LAST, "best.pth"):
-        states = (torch.load(tmp_path / run / name, weights_only=True) for run in ("whole", "stopped"))
-        assert_same_bits(*states)

@@ -81,15 +81,6 @@ def test_a_frozen_model_is_left_out_with_the_reason(accelerated):
     assert "not measured: model: has nothing to freeze" in result_files.text(results)
 
 
-def test_what_cannot_be_accelerated_is_no_note(monkeypatch):
-    def accelerate(model, *, freeze):
-        raise ValueError("model: has no block of CvT")
-
-    monkeypatch.setattr(contenders, "accelerate", accelerate)
-    with pytest.raises(ValueError, match="has no block of CvT"):
-        measured("pvt_tiny")
-
-
 @pytest.mark.parametrize("name", ["segformer_b1", pytest.param("glpn", marks=pytest.mark.rest)])
 @pytest.mark.usefixtures("accelerated")
 def test_training_step(name):

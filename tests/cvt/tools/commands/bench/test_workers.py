@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from cvt.tools.commands.bench.contenders import CONTENDERS
 from cvt_kernels import BackendUnavailable
 from tests.checks import bad
 from tests.cvt.tools.commands.bench.test_bench import Together, make_small
+from tests.upstream import segformer
 
 CPU = torch.device("cpu")
 PHOTOS = torch.ones(1, 3, 32, 32)
@@ -71,10 +73,7 @@ def test_a_process_answers_and_prints_nothing_as_a_result(tmp_path, capfd):
 
 
 def test_a_model_of_transformers_is_whole_in_another_process(tmp_path):
-    transformers = workers.quiet_transformers()
-    sizes = {"hidden_sizes": [8, 16, 24, 32], "depths": [1] * 4, "num_attention_heads": [1, 2, 3, 4]}
-    config = transformers.SegformerConfig(**sizes, decoder_hidden_size=16, num_labels=7)
-    model = transformers.SegformerForSemanticSegmentation(config).eval()
+    model = segformer()
     worker = workers.Worker("hf", job_of((type(model), model.config, model.state_dict()), tmp_path))
     worker.ask("first", 1)
     logits, *_ = worker.ask("parity", 1)
@@ -176,63 +175,36 @@ class Doubled(nn.Module):
         return SimpleNamespace(logits=2 * images.mean((2, 3)))
 
 
-@pytest.fixture
-def stubs(monkeypatch):
-    """Stands in for both packages, which give twice the mean; returns what they were told."""
-    told = {}
-
-    def run(images):
-        assert images.dtype == np.float32
-        return [2 * images.mean((2, 3))]
-
-    def convert_model(model, *, example_input, input):  # noqa: A002
-        told.setdefault("converted", []).append(input)
-        return model(example_input)
-
-    def compile_model(converted, device, settings):
-        told["openvino"] = device, settings
-        return SimpleNamespace(create_infer_request=lambda: SimpleNamespace(infer=lambda xs: run(*xs)))
-
-    def session(content, options, providers):
-        told["onnxruntime"] = content, vars(options), providers
-        return SimpleNamespace(run=lambda outputs, inputs: run(inputs["images"]))
-
-    def export(model, arguments, file, **options):
-        told.setdefault("converted", []).append([tuple(arguments[0].shape)])
-        file.write(b"file")
-
-    core = SimpleNamespace(compile_model=compile_model)
-    openvino = SimpleNamespace(convert_model=convert_model, Core=lambda: core)
-    onnxruntime = SimpleNamespace(InferenceSession=session, SessionOptions=SimpleNamespace)
-    for name, module in {"openvino": openvino, "onnxruntime": onnxruntime, "onnx": SimpleNamespace()}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(torch.onnx, "export", export)
-    return told
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_openvino_is_told_threads_and_precision(stubs, dtype):
+@pytest.mark.parametrize(("dtype", "hint"), [("float32", "f32"), ("bfloat16", "bf16")])
+def test_openvino_is_told_threads_and_precision(dtype, hint, monkeypatch):
+    openvino = mock.Mock()
+    compile_model = openvino.Core().compile_model
+    compile_model().create_infer_request().infer = lambda arrays: [2 * arrays[0].mean((2, 3))]
+    monkeypatch.setitem(sys.modules, "openvino", openvino)
     runtime = peers.OpenVINO(Doubled, dtype)
     images = torch.ones(2, 3, 4, 4, dtype=getattr(torch, dtype))
     for _ in range(2):
         assert torch.equal(runtime(images), torch.full((2, 3), 2.0))
     runtime(images[:1])
-    assert stubs["converted"] == [[(2, 3, 4, 4)], [(1, 3, 4, 4)]]  # once for every shape
-    device, settings = stubs["openvino"]
-    assert (device, settings["PERFORMANCE_HINT"]) == ("CPU", "LATENCY")
-    assert settings["INFERENCE_NUM_THREADS"] == torch.get_num_threads()
-    assert settings["INFERENCE_PRECISION_HINT"] == {"float32": "f32", "bfloat16": "bf16"}[dtype]
+    shapes = [call.kwargs["input"] for call in openvino.convert_model.call_args_list]
+    assert shapes == [[(2, 3, 4, 4)], [(1, 3, 4, 4)]]  # once for every shape
+    settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    settings["INFERENCE_PRECISION_HINT"] = hint
+    compile_model.assert_called_with(openvino.convert_model(), "CPU", settings)
 
 
-def test_onnxruntime_is_told_threads(stubs):
+def test_onnxruntime_is_told_threads(monkeypatch):
+    onnxruntime = mock.Mock(SessionOptions=SimpleNamespace)
+    onnxruntime.InferenceSession().run = lambda outputs, given: [2 * given["images"].mean((2, 3))]
+    monkeypatch.setitem(sys.modules, "onnxruntime", onnxruntime)
+    monkeypatch.setattr(torch.onnx, "export", lambda model, arguments, file, **_: file.write(b"file"))
     runtime = peers.OnnxRuntime(Doubled, "float32")
     assert torch.equal(runtime(torch.ones(2, 3, 4, 4)), torch.full((2, 3), 2.0))
-    threads = {"intra_op_num_threads": torch.get_num_threads()}
-    assert stubs["onnxruntime"] == (b"file", threads, ["CPUExecutionProvider"])
+    options = SimpleNamespace(intra_op_num_threads=torch.get_num_threads())
+    onnxruntime.InferenceSession.assert_called_with(b"file", options, providers=["CPUExecutionProvider"])
     assert runtime.load_seconds > 0
 
 
-@pytest.mark.usefixtures("stubs")
 @pytest.mark.parametrize(
     ("options", "why_not"),
     [
@@ -242,21 +214,20 @@ def test_onnxruntime_is_told_threads(stubs):
         ({"dtype": "bfloat16"}, "it is measured in float32 only"),
     ],
 )
-def test_what_onnxruntime_is_not_measured_for(options, why_not):
+def test_what_onnxruntime_is_not_measured_for(options, why_not, monkeypatch):
+    monkeypatch.setattr(peers.OnnxRuntime, "packages", ())
     asked = {"device": CPU, "dtype": "float32", "train": False} | options
     assert peers.why_not("onnxruntime", **asked) == why_not
 
 
 @pytest.mark.parametrize(
     ("peer", "package"),
-    [
-        *(("openvino", "openvino"), ("openvino-int8", "nncf")),
-        *(("onnxruntime", "onnxruntime"), ("onnxruntime", "onnx")),
-    ],
+    [(peer, package) for peer in peers.RUNTIMES for package in peers.RUNTIMES[peer].packages],
 )
-def test_a_runtime_that_is_not_installed(peer, package, stubs, capsys, monkeypatch):
+def test_a_runtime_that_is_not_installed(peer, package, capsys, monkeypatch):
     make_small(monkeypatch)
-    monkeypatch.setitem(sys.modules, package, None)
+    for each in peers.RUNTIMES[peer].packages:
+        monkeypatch.setitem(sys.modules, each, None if each == package else mock.Mock())
     error = bad(capsys, cli.main, "bench", "--device", "cpu", "--peers", peer)
     assert f"{package} is not installed; pip install {package}, or in a checkout" in error
     assert "'.[peers]'" in error
