@@ -129,7 +129,7 @@ def glpn(**config):
 
 
 #: The sizes of small image encoders, which compute images of 32 × 32.
-_ENCODER = {
+ENCODER = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -150,7 +150,7 @@ def vit(*, drop=0.0, attention_drop=0.0, model_class=None, num_labels=5, **confi
     import transformers
 
     drops = {"hidden_dropout_prob": drop, "attention_probs_dropout_prob": attention_drop}
-    config = transformers.ViTConfig(**_ENCODER | {"intermediate_size": 64} | drops | config)
+    config = transformers.ViTConfig(**ENCODER | {"intermediate_size": 64} | drops | config)
     return _encoder(model_class or transformers.ViTForImageClassification, config, num_labels)
 
 
@@ -159,7 +159,7 @@ def dinov2(*, drop_path=0.0, attention_drop=0.0, model_class=None, **config):
     import transformers
 
     drops = {"drop_path_rate": drop_path, "attention_probs_dropout_prob": attention_drop}
-    config = transformers.Dinov2Config(**_ENCODER | {"mlp_ratio": 2} | drops | config)
+    config = transformers.Dinov2Config(**ENCODER | {"mlp_ratio": 2} | drops | config)
     return _encoder(model_class or transformers.Dinov2ForImageClassification, config)
 
 
@@ -167,7 +167,7 @@ def clip(*, attention_drop=0.0, **config):
     """Returns CLIP's image tower, which computes images of one size only."""
     import transformers
 
-    sizes = _ENCODER | {"intermediate_size": 64, "projection_dim": 8, "attention_dropout": attention_drop}
+    sizes = ENCODER | {"intermediate_size": 64, "projection_dim": 8, "attention_dropout": attention_drop}
     return _encoder(
         transformers.CLIPVisionModelWithProjection, transformers.CLIPVisionConfig(**sizes | config)
     )

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cvt_kernels as ck
 from cvt_kernels import modes
 from cvt_kernels.tuning import accuracy
-from tests.checks import assert_accurate, not_built, record_calls
+from tests.checks import assert_accurate, record_calls
 from tests.processes import run_ranks
 from tests.upstream import (
     KERNELS_FIRST,
@@ -133,14 +133,6 @@ def test_no_nan_where_float32_has_none(make, dtype):
     assert not any(p.grad.isnan().any() for p in fused.parameters())  # GradScaler is for what overflows
 
 
-@pytest.mark.parametrize("make", UPSTREAMS)
-def test_accelerated_in_inference_mode(make):
-    own = make().eval()
-    with torch.inference_mode():
-        fused = ck.accelerate(copy.deepcopy(own))
-        assert relative(logits(fused(images())), logits(own(images()))) < 1e-5
-
-
 # torch.compile, export, ONNX -------------------------------------------------------------------------------
 
 
@@ -237,23 +229,6 @@ def test_a_compiled_model_is_accelerated(make):
         ck.restore(compiled)
         assert relative(logits(compiled(images())), expected) < 1e-5
         assert len(called) == 1
-
-
-def kernels_in(program):
-    """Returns the names of this project's operators in an exported program."""
-    targets = (str(node.target) for node in program.graph.nodes)
-    return {target for target in targets if target.startswith("cvt_kernels.")}
-
-
-@pytest.mark.parametrize("make", UPSTREAMS)
-def test_exports(make):
-    own, fused = pair(functools.partial(one_stage, make))
-    batch = torch.export.Dim("batch", min=2, max=64)
-    for dynamic_shapes in (None, ({0: batch},)):
-        program = torch.export.export(fused, (images(),), dynamic_shapes=dynamic_shapes)
-        assert bool(kernels_in(program)) != not_built()
-        with torch.no_grad():
-            assert relative(logits(program.module()(images())), logits(own(images()))) < 1e-5
 
 
 # Several processes -----------------------------------------------------------------------------------------

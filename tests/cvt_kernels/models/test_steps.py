@@ -5,13 +5,11 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
 from cvt_kernels import backends
 from cvt_kernels.changes import KNOWN
 from cvt_kernels.models import served as served_module
-from cvt_kernels.ops import weight_cache
 from tests.checks import add_marked_backend
 from tests.cvt_kernels.models.served import stages_of
 from tests.upstream import segformer
@@ -72,19 +70,6 @@ def test_states_of_the_process(layer, binds):
     add_marked_backend("cpu", 1.0)  # which may serve instead
     call()
     assert (len(binds), len(steps_of(layer))) == (4, 1)
-
-
-def test_none_serve_where_copies_are_noted_or_a_mode_watches(layer, binds):
-    layer, call = layer
-    call()
-    (key,) = steps_of(layer)
-    steps_of(layer)[key] = None  # what would serve raises no error, and is not asked
-    with weight_cache.noted_uses():
-        call()
-    with FlopCounterMode(display=False):
-        call()
-    assert steps_of(layer) == {key: None}
-    assert len(binds) == 1
 
 
 def test_memory_is_released(layer, binds):

@@ -28,7 +28,6 @@ from tests.upstream import (
     microsoft,
     microsoft_plain,
     ours,
-    pvt_v2,
 )
 
 verify_module = importlib.import_module("cvt_kernels.models.verify")  # of the name of a function
@@ -57,12 +56,6 @@ def test_good_models_pass(make):
         assert all(0 <= error.eager < 1e-5 and error.accelerated < 1e-5 for error in errors)
     assert report.evaluation.eager > 0
     assert report.training.accelerated > 0
-
-
-def test_one_image_of_which_upstream_has_wrong_gradients():
-    report = ck.verify(microsoft(), images(1), rounds=1)
-    assert report.passed, str(report)
-    assert report.layers[-1].gradients.accelerated < 1e-5
 
 
 def test_half_precision():
@@ -114,29 +107,12 @@ def test_evaluation_alone(make, monkeypatch):
     assert not any(line.startswith("training step") for line in lines)
 
 
-def test_a_wrong_operator_is_found_in_evaluation_alone():
-    spoil("attention", lambda out: torch.cat([out[:1], 1.001 * out[1:]]))
-    report = ck.verify(microsoft(), images(4), rounds=1, evaluation_only=True)
-    assert report.failures[0].startswith("stage0.blocks.0, evaluation")
-
-
 def test_each_run_is_logged(caplog):
     with caplog.at_level("INFO", "cvt_kernels"):
         ck.verify(ours(), images(1), rounds=1, progress=False, evaluation_only=True)
     messages = [each.getMessage() for each in caplog.records if each.getMessage().startswith("verify")]
     assert [each.split(", ")[0] for each in messages] == [f"verify: run {i} of 7" for i in range(1, 8)]
     assert all(re.fullmatch(r".*, after \d{1,3} seconds", each) for each in messages)
-
-
-@torch.no_grad()
-def test_what_runs_as_one_does_so_while_it_is_compared(served):
-    model = ck.accelerate(pvt_v2().eval())
-    paths = [f"pvt_v2.encoder.layers.{i}" for i in range(2)]
-    assert verify_module._served_paths(model) == paths
-    with verify_module._outputs_of(model, ["", *paths]) as seen:
-        model(images())
-    assert [args[0] for args in served] == [model.get_submodule(path) for path in paths]
-    assert list(seen) == [*paths, ""]
 
 
 def test_the_report_names_the_parameter_and_what_to_do():
