@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import io
 import os
 import pickle
 import random
@@ -256,18 +255,6 @@ def another_process(model: nn.Module, source: Source) -> Iterator[None]:
     yield
 
 
-@change("weights")
-def averages_swapped_in_and_out(model: nn.Module, source: Source) -> Iterator[None]:
-    """Swaps them as torch_ema does for an evaluation."""
-    before = [tensor.detach().clone() for tensor in floats(model)]
-    for tensor in floats(model):
-        tensor.data.copy_(1.1 * tensor.detach())
-    yield
-    for tensor, kept in zip(floats(model), before, strict=True):
-        tensor.data.copy_(kept)
-    yield
-
-
 def _tensor_of(part: nn.Module, source: Source) -> Tensor:
     tensors = [t for t in (*part._parameters.values(), *part._buffers.values()) if t is not None]
     return source.choice([t for t in tensors if t.is_floating_point()])
@@ -504,12 +491,6 @@ for _dtype, _tolerance in ((torch.float64, 1e-4), (torch.bfloat16, 0.05), (torch
 def _add_to_all(model: nn.Module) -> None:
     for tensor in floats(model):
         tensor.add_(0.1)
-
-
-@change("members", "to bfloat16 and back")
-def _there_and_back(model: nn.Module, source: Source) -> None:
-    _add_to_all(model)
-    model.to(torch.bfloat16).to(torch.float32)
 
 
 @change("members", not_in=("graphed",))  # a tape has views of the weights; a graph has not
@@ -1053,12 +1034,6 @@ _HOOKS: dict[str, Callable[[Any], Any]] = {
     "forward hook with keywords": lambda m: m.register_forward_hook(
         lambda module, args, kwargs, out: scaled(out), with_kwargs=True
     ),
-    "forward hook that is always called": lambda m: m.register_forward_hook(
-        lambda module, args, out: scaled(out), always_call=True
-    ),
-    "forward hook before others": lambda m: m.register_forward_hook(
-        lambda module, args, out: scaled(out), prepend=True
-    ),
     "pre-hook": lambda m: m.register_forward_pre_hook(lambda module, args: scaled(args)),
     "pre-hook with keywords": lambda m: m.register_forward_pre_hook(
         lambda module, args, kwargs: scaled((args, kwargs)), with_kwargs=True
@@ -1291,16 +1266,6 @@ def _pickled(model: nn.Module, source: Source) -> nn.Module:
     return unpickled
 
 
-@deed("torch.save", only=_PICKLED)
-@importable()
-def _saved(model: nn.Module, source: Source) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
-
-
 @deed("another call, of gradients", not_in=("frozen",))
 def _with_gradients(model: nn.Module, source: Source) -> None:
     mode = model.training
@@ -1375,31 +1340,6 @@ def every_attribute(model: nn.Module, source: Source) -> Iterator[None]:
     yield
 
 
-@change("members", is_long=True, shows="never", not_in=("graphed",))
-def every_tensor(model: nn.Module, source: Source) -> Iterator[None]:
-    for part in inner(model, nn.Module):
-        for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
-            if tensor is not None and tensor.is_floating_point():
-                yield from _changes_of(part, name, tensor, source)
-
-
-def _changes_of(part: nn.Module, name: str, tensor: Tensor, source: Source) -> Iterator[None]:
-    before, other = tensor.detach().clone(), changed(tensor, source)
-    with torch.no_grad():
-        tensor.copy_(other)
-    yield
-    tensor.data = before
-    yield
-    same = nn.Parameter(other, tensor.requires_grad) if name in part._parameters else other
-    for value in (same, None):
-        with attribute(part, name, value):
-            yield
-    vars(part)[name] = other
-    yield
-    del vars(part)[name]
-    yield
-
-
 @change("members", is_long=True, shows="never")
 def every_module(model: nn.Module, source: Source) -> Iterator[None]:
     for part in inner(model, nn.Module):
@@ -1411,13 +1351,3 @@ def every_module(model: nn.Module, source: Source) -> Iterator[None]:
         yield
         part.__class__ = kind
         yield from _on_object(part)
-
-
-@change("hooks", is_long=True, shows="never")
-def a_hook_on_every_module(model: nn.Module, source: Source) -> Iterator[None]:
-    for part in inner(model, nn.Module):
-        for register in (*_HOOKS.values(), *_BACKWARD_HOOKS.values()):
-            handle = register(part)
-            yield
-            handle.remove()
-    yield

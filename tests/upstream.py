@@ -91,6 +91,29 @@ def segformer(**config):
     return _pyramid("SegformerForSemanticSegmentation", "SegformerConfig", decoder_hidden_size=24, **config)
 
 
+def one_block(make):
+    """Returns a CvT of one block, with a class token, for what takes long per operator."""
+    if make is huggingface:
+        return make(embed_dim=[16], num_heads=[2], depth=[1], cls_token=[True])
+    if make is microsoft:
+        return make(embed_dims=(16,), num_heads=(2,), depths=(1,))
+    model = create_model(ONE_STAGE)
+    randomize(model)
+    return model
+
+
+class Logits(nn.Module):
+    """A model that returns logits alone."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.train(model.training)
+
+    def forward(self, x):
+        return logits(self.model(x))
+
+
 def last_stage(model):
     """Returns the last stage of a CvT."""
     if hasattr(model, "cvt"):

@@ -26,18 +26,15 @@ from cvt_kernels.models import stages
 from cvt_kernels.ops import weight_cache
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
 from tests.checks import implementation, needs_extension
-from tests.tape import FakeCapture, Tape
+from tests.tape import FakeCapture, Tape, taped
 from tests.upstream import KERNELS_FIRST, huggingface, logits, microsoft, ours, segformer
 
 
 @pytest.fixture
-def cuda(monkeypatch):
+def cuda():
     """Puts the tape in the place of CUDA; returns the class that counts."""
-    monkeypatch.setattr(graphs, "_CudaCapture", FakeCapture)
-    monkeypatch.setattr(FakeCapture, "tapes", [])
-    monkeypatch.setattr(FakeCapture, "released", [])
-    with ck.use_backend("reference"), torch.no_grad():
-        yield FakeCapture
+    with taped() as counting, ck.use_backend("reference"), torch.no_grad():
+        yield counting
 
 
 class Toy(nn.Module):

@@ -34,6 +34,7 @@ from tests.upstream import (
     logits,
     microsoft,
     microsoft_plain,
+    one_block,
     pair,
     pvt,
     pvt_v2,
@@ -42,14 +43,6 @@ from tests.upstream import (
     segformer,
     step,
 )
-
-
-def one_stage(make):
-    """Returns a model of one block, with a class token, for what takes long per operator."""
-    if make is huggingface:
-        return make(embed_dim=[16], num_heads=[2], depth=[1], cls_token=[True])
-    return make(embed_dims=(16,), num_heads=(2,), depths=(1,))
-
 
 # Autocast --------------------------------------------------------------------------------------------------
 
@@ -139,7 +132,7 @@ def test_no_nan_where_float32_has_none(make, dtype):
 def few_blocks(make, drop_path):
     """Returns a model in training mode, and how many blocks it has and how many of these drop branches."""
     if make is huggingface:
-        model = one_stage(make)
+        model = one_block(make)
         (block,) = model.cvt.encoder.stages[0].layers
         if drop_path > 0:
             block.drop_path = sys.modules[type(block).__module__].CvtDropPath(drop_path)
@@ -215,7 +208,7 @@ def test_a_compiled_training_step_has_few_passes(make, drop_path, monkeypatch):
 
 @pytest.mark.parametrize("make", [huggingface, pytest.param(microsoft, marks=pytest.mark.rest)])
 def test_a_compiled_model_is_accelerated(make):
-    own = one_stage(make).eval()
+    own = one_block(make).eval()
     called = record_calls("attention")
     compiled = torch.compile(copy.deepcopy(own), fullgraph=True, backend="aot_eager")
     with torch.no_grad():

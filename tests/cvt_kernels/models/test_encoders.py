@@ -12,11 +12,10 @@ from torch.utils import _pytree as pytree
 import cvt_kernels as ck
 from cvt.factory import randomize
 from cvt_kernels import choose
-from cvt_kernels.models import stages
 from cvt_kernels.quantization import unquantize
 from tests import upstream
 from tests.checks import assert_accurate
-from tests.cvt_kernels.models.served import frozen
+from tests.cvt_kernels.models.served import frozen, noted_queries
 from tests.upstream import ENCODERS, TIMMS, images, logits, relative, timm_pvt_v2, timm_vit, vit
 
 SIZES = upstream.ENCODER
@@ -199,37 +198,22 @@ def test_quantized_layers_are_served(make, layers):
     assert torch.equal(logits(unquantize(model, [row.path for row in report])(x)), logits(frozen(own)(x)))
 
 
-@pytest.fixture
-def rows_computed(monkeypatch):
-    """Lists the rows of each layer that is served, which no steps bound to parameters compute."""
-    rows, run = [], stages.transformer_block
-
-    def noted(*args, **kwargs):
-        rows.append(kwargs["rows"])
-        return run(*args, **kwargs)
-
-    monkeypatch.setattr(stages, "transformer_block", noted)
-    monkeypatch.setattr(stages, "bound", lambda *args: None)
-    monkeypatch.setattr("cvt_kernels.models.served.bound", lambda *args: None)
-    return rows
-
-
 CLASSIFIERS = ["ViTForImageClassification", "DeiTForImageClassification", "ViTMSNForImageClassification"]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("freeze", [None, True])
 @pytest.mark.parametrize("name", CLASSIFIERS)
-def test_the_last_layer_of_a_classifier_computes_the_class_token(name, freeze, rows_computed):
+def test_the_last_layer_of_a_classifier_computes_the_class_token(name, freeze):
     own, x = made(name, **VIT), images(2, 32, 32)
     model = ck.accelerate(copy.deepcopy(own), freeze=freeze)
     exact = copy.deepcopy(own).double()(x.double()).logits
-    assert_accurate(model(x).logits, own(x).logits, exact, floor=4)
-    assert_accurate(model(x, labels=torch.tensor([0, 1])).logits, own(x).logits, exact, floor=4)
-    first, last = rows_computed[:2]
-    assert first is None
-    assert last.tolist() == [[0], [0]]
-    assert len(rows_computed) == 4
+    with noted_queries() as queries:
+        assert_accurate(model(x).logits, own(x).logits, exact, floor=4)
+        assert_accurate(model(x, labels=torch.tensor([0, 1])).logits, own(x).logits, exact, floor=4)
+    assert queries[1::2] == [1, 1]
+    assert len(queries) == 4
+    assert 1 not in queries[::2]
 
 
 @torch.no_grad()
@@ -244,7 +228,7 @@ def test_the_last_layer_of_a_classifier_computes_the_class_token(name, freeze, r
         "hook on a layer",
     ],
 )
-def test_all_tokens_are_computed_where_somebody_sees_them(see, rows_computed):
+def test_all_tokens_are_computed_where_somebody_sees_them(see):
     own, x, seen = vit(), images(2, 32, 32), []
     model = ck.accelerate(copy.deepcopy(own))
     for each in (own, model):
@@ -256,12 +240,13 @@ def test_all_tokens_are_computed_where_somebody_sees_them(see, rows_computed):
             hooked.register_forward_hook(lambda module, args, out, seen=seen: seen.extend(tensors_of(out)))
         each.config.output_hidden_states = see == "configuration"
         settings = {"output_hidden_states": True} if see == "hidden states" else {}
-        out = each.vit(x) if see == "encoder" else each(x, **settings)
+        with noted_queries() as queries:
+            out = each.vit(x) if see == "encoder" else each(x, **settings)
         seen += tensors_of(out)
     half = len(seen) // 2
     assert half > 1 or see == "encoder"
     assert all(relative(a, b) < 1e-5 for a, b in zip(seen[half:], seen[:half], strict=True))
-    assert rows_computed == [None, None]
+    assert queries == [17, 17]
 
 
 @torch.no_grad()

@@ -11,17 +11,16 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt import create_model
-from cvt.factory import randomize
 from cvt_kernels import backends
 from tests.checks import not_built
 from tests.processes import run_python
 from tests.upstream import (
-    ONE_STAGE,
+    Logits,
     glpn,
     huggingface,
     images,
     microsoft,
+    one_block,
     ours,
     pvt,
     pvt_v2,
@@ -45,17 +44,6 @@ FOUR_STAGES = {
 }  # fmt: skip
 
 
-class Logits(nn.Module):
-    """Hugging Face's model, returning logits alone."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x).logits
-
-
 @pytest.fixture(autouse=True)
 def _no_request():
     ck.use_backend("auto")
@@ -63,18 +51,7 @@ def _no_request():
 
 def alone(model):
     """Returns a model that returns logits alone."""
-    return Logits(model).eval() if hasattr(model, "cvt") else model
-
-
-def small(make):
-    """Returns a model of one block, with a class token, for what takes long per operator."""
-    if make is huggingface:
-        return make(embed_dim=[16], num_heads=[2], depth=[1], cls_token=[True])
-    if make is microsoft:
-        return make(embed_dims=(16,), num_heads=(2,), depths=(1,))
-    model = create_model(ONE_STAGE)
-    randomize(model)
-    return model
+    return Logits(model) if hasattr(model, "cvt") else model
 
 
 def models(make, own):
@@ -133,22 +110,11 @@ def test_onnx_by_the_old_exporter(make):
 )
 @pytest.mark.slow
 def test_exported_programs_hold_pytorchs_own(make, strict):
-    for model, own in models(make, small(make)):
+    for model, own in models(make, one_block(make)):
         program = torch.export.export(model, (images(),), dynamic_shapes=(BATCH,), strict=strict)
         assert_records_own(str(node.target) for node in program.graph.nodes if node.op == "call_function")
         with ck.use_backend("sdpa", "reference"):
             assert relative(program.module()(images(5)), own(images(5))) < 1e-5
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("make", [huggingface, microsoft])
-def test_symbolic_traces(make):
-    for model, own in models(make, make()):
-        graph = torch.fx.symbolic_trace(copy.deepcopy(own)).graph
-        traced = torch.fx.symbolic_trace(model)
-        assert [node.op for node in traced.graph.nodes] == [node.op for node in graph.nodes]
-        with ck.use_backend("sdpa", "reference"):
-            assert relative(traced(images()), own(images())) < 1e-5
 
 
 class OfMaps(nn.Module):
@@ -171,7 +137,7 @@ class Leaves(torch.fx.Tracer):
 
 @torch.no_grad()
 @pytest.mark.parametrize("freeze", [None, True, False])
-@pytest.mark.parametrize("make", [huggingface, pvt, pvt_v2, glpn])
+@pytest.mark.parametrize("make", [huggingface, microsoft, pvt, pvt_v2, glpn])
 def test_symbolic_traces_of_whole_models(make, freeze):
     """By their own forwards, whose other arguments are constants and ``**kwargs`` are not used."""
     own = make().eval()
@@ -197,7 +163,7 @@ def test_symbolic_traces_of_a_decode_head(freeze):
 
 @torch.no_grad()
 def test_files_need_nothing_of_this_package(tmp_path):
-    model, own = next(models(ours, small(ours)))
+    model, own = next(models(ours, one_block(ours)))
     x = images()
     torch.jit.trace(model, x, check_trace=False).save(tmp_path / "model.ts")
     torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
@@ -222,7 +188,7 @@ torch.save([out.detach() for out in outs], folder + "/outs.pt")
 @pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
 def test_requested_kernels():
     """They become operators of an exported program, and cannot be part of a trace."""
-    model, own = next(models(huggingface, small(huggingface)))
+    model, own = next(models(huggingface, one_block(huggingface)))
     with ck.use_backend("cpu", "sdpa", "reference"):
         program = torch.export.export(model, (images(),))
     assert [node for node in program.graph.nodes if str(node.target).startswith("cvt_kernels.")]
