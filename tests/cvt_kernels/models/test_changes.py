@@ -22,25 +22,10 @@ import cvt_kernels as ck
 from cvt import CvTConfig, create_model
 from cvt.factory import randomize
 from cvt_kernels import backends
-from tests import tape
+from tests import tape, upstream
 from tests.changes import CHANGES, Source, floats, steps
 from tests.cvt.models import two_stages
-from tests.upstream import (
-    clip,
-    dinov2,
-    glpn,
-    huggingface,
-    images,
-    logits,
-    microsoft_plain,
-    pvt,
-    pvt_v2,
-    relative,
-    segformer,
-    timm_pvt_v2,
-    timm_vit,
-    vit,
-)
+from tests.upstream import images, logits, relative
 
 #: Two stages, of a block or two.
 _SMALL = {"embed_dims": (16, 32), "num_heads": (1, 2), "depths": (1, 2)}
@@ -68,20 +53,20 @@ def pruned():
 
 
 FAMILIES = {
-    "huggingface": lambda: huggingface(
+    "huggingface": lambda: upstream.huggingface(
         embed_dim=[16, 32], num_heads=[1, 2], depth=[1, 2], cls_token=[False, True]
     ),
-    "microsoft": lambda: microsoft_plain(**_SMALL),
+    "microsoft": lambda: upstream.microsoft_plain(**_SMALL),
     "ours": ours,
-    "segformer": segformer,
-    "pvt": pvt,
-    "pvt_v2": pvt_v2,
-    "glpn": glpn,
-    "vit": vit,
-    "dinov2": dinov2,
-    "clip": clip,
-    "timm_vit": timm_vit,
-    "timm_pvt_v2": timm_pvt_v2,
+    "segformer": upstream.segformer,
+    "pvt": upstream.pvt,
+    "pvt_v2": upstream.pvt_v2,
+    "glpn": upstream.glpn,
+    "vit": upstream.vit,
+    "dinov2": upstream.dinov2,
+    "clip": upstream.clip,
+    "timm_vit": upstream.timm_vit,
+    "timm_pvt_v2": upstream.timm_pvt_v2,
     "pruned": pruned,
 }
 

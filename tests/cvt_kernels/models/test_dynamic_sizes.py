@@ -7,35 +7,24 @@ import pytest
 import torch
 
 import cvt_kernels as ck
-from tests.upstream import (
-    Logits,
-    dinov2,
-    glpn,
-    huggingface,
-    images,
-    logits,
-    microsoft,
-    one_block,
-    ours,
-    pvt,
-    pvt_v2,
-    pvt_v2_linear,
-    relative,
-    segformer,
-)
+from tests import upstream
+from tests.upstream import Logits, images, logits, one_block, relative
 
 FEW = {"depths": [1, 1]}
 
 
 #: Small models by family, each with the sizes of four batches. PVT takes images of one size.
 FAMILIES = {
-    **{make.__name__: functools.partial(one_block, make) for make in (huggingface, microsoft, ours)},
-    "segformer": lambda: segformer(**FEW),
-    "pvt": lambda: pvt(**FEW),
-    "pvt_v2": lambda: pvt_v2(**FEW),
-    "pvt_v2_linear": lambda: pvt_v2_linear(**FEW),
-    "glpn": glpn,
-    "dinov2": dinov2,
+    **{
+        make.__name__: functools.partial(one_block, make)
+        for make in (upstream.huggingface, upstream.microsoft, upstream.ours)
+    },
+    "segformer": lambda: upstream.segformer(**FEW),
+    "pvt": lambda: upstream.pvt(**FEW),
+    "pvt_v2": lambda: upstream.pvt_v2(**FEW),
+    "pvt_v2_linear": lambda: upstream.pvt_v2_linear(**FEW),
+    "glpn": upstream.glpn,
+    "dinov2": upstream.dinov2,
 }
 SIZES = {name: [(2, 64, 96), (3, 96, 128), (9, 130, 70), (1, 64, 65)] for name in FAMILIES}
 SIZES["pvt"] = [(2, 70, 70), (3, 70, 70), (9, 70, 70), (1, 70, 70)]

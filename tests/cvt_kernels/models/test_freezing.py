@@ -11,7 +11,7 @@ import cvt_kernels as ck
 from cvt import create_model
 from cvt.factory import randomize
 from cvt_kernels.models import served as served_module
-from tests import microsoft_cvt
+from tests import microsoft_cvt, upstream
 from tests.checks import assert_accurate
 from tests.cvt_kernels.models.served import (
     CVTS,
@@ -24,20 +24,7 @@ from tests.cvt_kernels.models.served import (
     rows_of_stages,
     stages_of,
 )
-from tests.upstream import (
-    glpn,
-    huggingface,
-    images,
-    in_float64,
-    logits,
-    microsoft,
-    microsoft_plain,
-    ours,
-    pvt,
-    pvt_v2,
-    relative,
-    segformer,
-)
+from tests.upstream import images, in_float64, logits, relative
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 every_model = pytest.mark.parametrize("make", MODELS)
@@ -57,7 +44,9 @@ def test_results_are_as_accurate(make, freeze, size, served):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("make", [huggingface, microsoft_plain, ours, pvt_v2])
+@pytest.mark.parametrize(
+    "make", [upstream.huggingface, upstream.microsoft_plain, upstream.ours, upstream.pvt_v2]
+)
 def test_dtypes(make, dtype, served):
     own, x = make().eval().to(dtype), images(dtype=dtype)
     exact = logits(in_float64(copy.deepcopy(own))(x.double()))
@@ -97,7 +86,7 @@ def test_everything_that_cvt_can_be_is_folded(served):
 
 
 def test_microsofts_stage_returns_the_class_token_and_a_map():
-    own, x = microsoft().eval(), images()
+    own, x = upstream.microsoft().eval(), images()
     for mine, theirs in zip(stages_of(frozen(own)), stages_of(own), strict=True):
         (a, token), (b, expected) = mine(x), theirs(x)
         assert relative(a, b) < 1e-5
@@ -107,7 +96,7 @@ def test_microsofts_stage_returns_the_class_token_and_a_map():
     assert relative(token, expected) < 1e-5
 
 
-@pytest.mark.parametrize("make", [huggingface, *LAYERED])
+@pytest.mark.parametrize("make", [upstream.huggingface, *LAYERED])
 def test_nothing_of_the_users_is_overwritten(make, served):
     own, x = make().eval(), inputs(make)
     fused, given = frozen(own), x.clone()
@@ -131,7 +120,7 @@ def test_a_layer_returns_the_form_of_upstream(make):
 
 
 @pytest.mark.parametrize("freeze", [True, False])
-@pytest.mark.parametrize("make", [pvt, pvt_v2, glpn])
+@pytest.mark.parametrize("make", [upstream.pvt, upstream.pvt_v2, upstream.glpn])
 def test_attention_maps_come_from_the_layers_own_forward(make, freeze, served):
     own, x = make(), inputs(make)
     model = ck.accelerate(copy.deepcopy(own), freeze=freeze)
@@ -147,7 +136,7 @@ def test_attention_maps_come_from_the_layers_own_forward(make, freeze, served):
 @pytest.mark.parametrize("level", ["stage", "layer"])
 def test_layers_are_served_where_their_stage_cannot_be(level, served):
     """Beside one that has a hook; what they compute then is in tests/changes.py."""
-    fused, x = frozen(pvt_v2()), inputs(pvt_v2)
+    fused, x = frozen(upstream.pvt_v2()), inputs(upstream.pvt_v2)
     first, second = fused.pvt_v2.encoder.layers
     watched = second.patch_embedding if level == "stage" else second.blocks[0].mlp
     watched.register_forward_hook(lambda *_: None)
@@ -158,7 +147,7 @@ def test_layers_are_served_where_their_stage_cannot_be(level, served):
 # Not for training, and not for everything ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [*CVTS, segformer])
+@pytest.mark.parametrize("make", [*CVTS, upstream.segformer])
 def test_gradients_are_those_of_the_blocks(make, served):
     own, x = make().eval(), inputs(make)
     fused = frozen(own)
@@ -176,7 +165,7 @@ def test_gradients_are_those_of_the_blocks(make, served):
 
 
 @pytest.mark.parametrize("freeze", [None, True])
-@pytest.mark.parametrize("make", [huggingface, pvt_v2])
+@pytest.mark.parametrize("make", [upstream.huggingface, upstream.pvt_v2])
 def test_under_autocast_the_blocks_run(make, freeze, served):
     own, x = make().eval(), inputs(make)
     with torch.autocast("cpu", torch.bfloat16):
@@ -200,7 +189,7 @@ def errors_of(module, arguments):
         yield caught.type, str(caught.value)
 
 
-@pytest.mark.parametrize("make", [*CVTS, pvt_v2])
+@pytest.mark.parametrize("make", [*CVTS, upstream.pvt_v2])
 def test_wrong_arguments_get_the_errors_of_the_model(make, served):
     own = make().eval() if make in CVTS else ck.accelerate(make(), freeze=False)
     arguments = [(x,) for x in WRONG_IMAGES] if make in CVTS else WRONG_TOKENS
@@ -218,7 +207,7 @@ def test_an_empty_batch(make, served):
     assert logits(frozen(own)(x)).shape == logits(own(x)).shape == (0, 10)
 
 
-@pytest.mark.parametrize("make", [ours, segformer])
+@pytest.mark.parametrize("make", [upstream.ours, upstream.segformer])
 def test_inference_mode_and_channels_that_come_last(make, served):
     fused, x = frozen(make()), inputs(make)
     expected = logits(fused(x))
@@ -235,9 +224,9 @@ def test_inference_mode_and_channels_that_come_last(make, served):
 @pytest.mark.parametrize(
     ("make", "of_embedding", "composed"),
     [
-        (ours, {"layer_norm"}, {"layer_norm", "conv_projection", "attention", "gelu"}),
-        (pvt, set(), {"layer_norm", "attention"}),
-        (glpn, set(), {"layer_norm", "attention", "depthwise_conv_gelu"}),
+        (upstream.ours, {"layer_norm"}, {"layer_norm", "conv_projection", "attention", "gelu"}),
+        (upstream.pvt, set(), {"layer_norm", "attention"}),
+        (upstream.glpn, set(), {"layer_norm", "attention", "depthwise_conv_gelu"}),
     ],
 )
 def test_coverage_names_the_operators(make, of_embedding, composed):
@@ -254,7 +243,9 @@ def test_coverage_names_the_operators(make, of_embedding, composed):
 
 
 @pytest.mark.parametrize(
-    ("make", "path"), [(ours, "stage0"), (pvt_v2, "pvt_v2.encoder.layers.0")], ids=["ours", "pvt_v2"]
+    ("make", "path"),
+    [(upstream.ours, "stage0"), (upstream.pvt_v2, "pvt_v2.encoder.layers.0")],
+    ids=["ours", "pvt_v2"],
 )
 def test_verify_finds_what_is_frozen_and_wrong(make, path, monkeypatch):
     model, serve = frozen(make()), served_module.tokens_served
