@@ -149,36 +149,7 @@ def test_inference_mode_and_no_grad_share_a_graph(cuda):
     assert captures(cuda) == 1
 
 
-# Kinds of calls -------------------------------------------------------------------------------------------
-
-
-def under_autocast(model, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        return model(x, scale=1.0)
-
-
-#: Calls of another kind; every fact of a kind and every setting is in test_keys.
-KINDS = {
-    "batch": lambda model, x: model(torch.randn(5, 4)),
-    "setting": lambda model, x: model(x, scale=2.0),
-    "another tensor": lambda model, x: model(x, extra=torch.ones(3)),
-    "form of the outputs": lambda model, x: model(x, as_dict=True),
-    "autocast": under_autocast,
-}
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_call_of_another_kind_has_a_graph_of_its_own(cuda, name):
-    model, x = toy(), torch.randn(2, 4)
-    model(x, scale=1.0)
-    outputs = []
-    for each in (model, model, plain(model)):
-        torch.manual_seed(1)
-        outputs.append(pytree.tree_leaves(KINDS[name](each, x))[0])
-    assert torch.equal(outputs[0], outputs[2])
-    assert torch.equal(outputs[1], outputs[2])
-    model(x, scale=1.0)
-    assert captures(cuda) == 2
+# Kinds of calls, whose facts are in test_keys.py -------------------------------------------------------------------------------------------
 
 
 def test_replays_wait_for_each_other_on_any_streams(monkeypatch):

@@ -209,13 +209,6 @@ def test_another_shape_is_captured_when_it_comes_again(cuda):
     assert len(cuda.released) == 0
 
 
-def test_graphs_of_training_count(cuda):
-    model = ck.graphed(Toy().train(), most=1)
-    for size in (2, 2, 3, 3):
-        model(torch.randn(size, 4)).sum().backward()
-    assert len(cuda.released) == 2
-
-
 def test_replaced_weights_are_seen(cuda):
     model = ck.graphed(Toy().train())
     steps = Steps(model)
