@@ -149,7 +149,7 @@ def test_inference_mode_and_no_grad_share_a_graph(cuda):
     assert captures(cuda) == 1
 
 
-# Kinds of calls, whose facts are in test_keys.py -------------------------------------------------------------------------------------------
+# Kinds of calls (test_keys.py has their facts) ------------------------------------------------------------
 
 
 def test_replays_wait_for_each_other_on_any_streams(monkeypatch):

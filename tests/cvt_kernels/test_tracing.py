@@ -10,9 +10,7 @@ from cvt_kernels.records import ConvBatchNorm
 from tests.contract.examples import EXAMPLES, example
 from tests.fuzz.judge import call_public
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")]
 
 CASES = [(operator, "usual") for operator in backends.operators]
 CASES += [

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import cvt_kernels as ck
 from cvt_kernels.models import families, matching
 from tests import microsoft_cvt
-from tests.checks import assert_accurate, record_all_calls, record_calls
+from tests.checks import assert_accurate, record_calls
 from tests.conftest import DATA
 from tests.timm_models import importable
 from tests.upstream import (
@@ -310,20 +310,6 @@ def test_an_unknown_model_is_told_of_every_family_with_its_project():
     for ask in (ck.coverage, ck.quantize):
         with pytest.raises(ValueError, match=re.escape(families.MODELS)):
             ask(timms().eval())
-
-
-@pytest.mark.parametrize("method", ["avg", "linear"])
-def test_other_projections_are_left_alone_and_reported(method):
-    own = microsoft(method=method).eval()
-    fused = ck.accelerate(copy.deepcopy(own), freeze=False)
-    called = record_all_calls()
-    assert relative(fused(images()), own(images())) < 1e-5
-    assert called == 3 * ["layer_norm"]  # of the embeddings
-    rows = [row for row in ck.coverage(fused) if row.class_name == "Block"]
-    assert {(row.fused, row.reason) for row in rows} == {
-        (False, "conv_proj_q is not a Sequential of convolution, BatchNorm and Rearrange")
-    }
-    assert all(type(fused.get_submodule(row.path)) is microsoft_cvt.Block for row in rows)
 
 
 def test_what_nobody_reads_may_differ():

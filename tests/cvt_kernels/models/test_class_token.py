@@ -9,16 +9,7 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels.models import class_token
 from tests.cvt_kernels.models.served import noted_queries
-from tests.upstream import (
-    huggingface,
-    images,
-    last_stage,
-    logits,
-    microsoft,
-    ours,
-    relative,
-    with_all_tokens,
-)
+from tests.upstream import huggingface, images, last_stage, logits, microsoft, ours, relative, with_all_tokens
 
 every_classifier = pytest.mark.parametrize("make", [huggingface, microsoft, ours])
 every_form = pytest.mark.parametrize("freeze", [None, True, False])

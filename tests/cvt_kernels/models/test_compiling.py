@@ -11,16 +11,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from tests.cvt_kernels.models.served import CVTS, frozen, inputs, outermost_of, stages_of
-from tests.upstream import (
-    ENCODERS,
-    TIMMS,
-    images,
-    logits,
-    ours,
-    pvt_v2,
-    relative,
-    segformer,
-)
+from tests.upstream import ENCODERS, TIMMS, images, logits, ours, pvt_v2, relative, segformer
 
 STAGE, LAYER = "cvt_kernels.frozen_stage.default", "cvt_kernels.frozen_layer.default"
 

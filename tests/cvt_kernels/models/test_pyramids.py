@@ -11,13 +11,7 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels import modes
 from cvt_kernels.launch import launching
-from tests.checks import (
-    assert_accurate,
-    python_blocks,
-    record_all_calls,
-    run_blocks,
-    section_of,
-)
+from tests.checks import assert_accurate, python_blocks, record_all_calls, run_blocks, section_of
 from tests.cvt_kernels.models.served import noted_backends
 from tests.cvt_kernels.models.test_accelerate import inputs
 from tests.upstream import (

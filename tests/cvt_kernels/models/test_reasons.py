@@ -229,7 +229,7 @@ _OF_LAYER = [
     (
         "mlp.dense1",
         with_identity,
-        "the first layer of the MLP is a Sequential, expected a plain nn.Linear or",
+        "the first layer of the MLP is a Sequential, expected a plain nn.Linear",
     ),
     ("attention.query", of_class("Linear", nn.Linear, "peft.tuners.lora.layer"), f"attention.query {_PEFT}"),
     ("layer_norm_2", of_class("LayerNorm", nn.LayerNorm, "apex"), "layer_norm_2 is a apex.LayerNorm"),
@@ -346,14 +346,8 @@ _IMAGES = VIT | {"image_size": [32, 32], "patch_size": [8, 8]}
 _SWIN = {"image_size": 32, "embed_dim": 16, "depths": [1], "num_heads": [1]}
 #: Makers of models, and what ``accelerate`` says of them.
 REFUSED = [
-    (
-        lambda: nn.Sequential(nn.LayerNorm(4)),
-        "got Sequential of torch, expected a model with blocks",
-    ),
-    (
-        lambda: microsoft(method="linear").stage0.blocks[0],
-        "itself: conv_proj_q is not a Sequential",
-    ),
+    (lambda: nn.Sequential(nn.LayerNorm(4)), "got Sequential of torch, expected a model with blocks"),
+    (lambda: microsoft(method="linear").stage0.blocks[0], "itself: conv_proj_q is not a Sequential"),
     (of_another_signature, "forward takes x, size; expected x, h, w"),
     (lambda: made("Dinov2Model", **SIZES, use_swiglu_ffn=True), "the MLP is a SwiGLU"),
     (lambda: made("BeitModel", **VIT, use_relative_position_bias=True), "its scores have a bias by position"),
@@ -361,10 +355,7 @@ REFUSED = [
     (lambda: made("DINOv3ViTModel", **VIT), r"its queries and keys are rotated by position \(RoPE\)"),
     (lambda: made("InternVLVisionModel", **_IMAGES), "its queries and keys may be normalized"),
     (lambda: made("CLIPTextModel", **TEXT), "attention is causal"),
-    (
-        lambda: made("ViTModel", **VIT, hidden_act="relu"),
-        "is a ReLU, expected GELU or QuickGELU",
-    ),
+    (lambda: made("ViTModel", **VIT, hidden_act="relu"), "is a ReLU, expected GELU or QuickGELU"),
     (lambda: timm_vit(qk_norm=True), f"attn.q_norm is {_NORM}"),
     (lambda: timm_vit(scale_attn_norm=True), f"attn.norm is {_NORM}"),
     (lambda: timm_vit(scale_mlp_norm=True), f"mlp.norm is {_NORM}"),

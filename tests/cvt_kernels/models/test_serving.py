@@ -12,17 +12,7 @@ from cvt_kernels import graphs, machine
 from cvt_kernels.models import served as served_module
 from cvt_kernels.ops import weight_cache
 from tests.cvt_kernels.models.served import MODELS, inputs, outermost_of
-from tests.upstream import (
-    huggingface,
-    images,
-    logits,
-    microsoft,
-    ours,
-    pvt,
-    pvt_v2,
-    relative,
-    segformer,
-)
+from tests.upstream import huggingface, images, logits, microsoft, ours, pvt, pvt_v2, relative, segformer
 
 every_model = pytest.mark.parametrize("make", MODELS)
 
