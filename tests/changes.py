@@ -1001,9 +1001,9 @@ def parts_of_a_depth_head(model: Any, source: Source) -> Iterator[None]:
     yield
     model.decoder.stages[-1].fusion.convolutional_layer1[1].running_mean.add_(1)
     yield
-    model.head.head[1] = nn.GELU().train(model.training)
-    yield
     vars(model.decoder.final_upsample).update(mode="nearest", align_corners=None)
+    yield
+    model.head.head[1] = nn.GELU().train(model.training)
     yield
 
 

@@ -152,6 +152,16 @@ def test_inference_mode_and_no_grad_share_a_graph(cuda):
 # Kinds of calls (test_keys.py has their facts) ------------------------------------------------------------
 
 
+def test_a_call_of_another_kind_has_a_graph_of_its_own(cuda):
+    model, x = toy(), torch.randn(2, 4)
+    for _ in range(2):
+        assert_same(model, x)
+        assert_same(model, x, scale=2.0)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_same(model, x)
+    assert [tape.replays for tape in cuda.tapes] == [2, 2, 2]
+
+
 def test_replays_wait_for_each_other_on_any_streams(monkeypatch):
     """They have one memory; the allocator waits for what a replay reads, too."""
     done, current = mock.Mock(), mock.Mock()

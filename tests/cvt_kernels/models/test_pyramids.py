@@ -170,7 +170,7 @@ def test_kernels_of_a_training_step(make):
 # The operators that are called ----------------------------------------------------------------------------
 
 
-_CVT = {"layer_norm", "conv_projection", "linear", "attention", "add_layer_norm", "mlp_add"}
+_CVT = {"layer_norm", "conv_projection", "linear", "attention", "add_layer_norm", "linear_add"}
 _PYRAMID = {"conv_embedding", "layer_norm", "attention", "add_layer_norm", "depthwise_conv_gelu"}
 OPERATORS = {
     huggingface: _CVT,
