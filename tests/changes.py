@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import io
 import os
 import pickle
 import random
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
@@ -210,74 +209,33 @@ def attribute(place: Any, name: str, value: Any) -> Iterator[None]:
 # Weights: written ------------------------------------------------------------------------------------------
 
 
-def each(name: str, **facts: Any) -> Callable[[Any], Any]:
-    """Adds a change of all tensors by a change of one."""
-
-    def add(write: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        def run(model: nn.Module, source: Source) -> None:
-            for tensor in floats(model):
-                write(tensor)
-
-        change("weights", name, **facts)(run)
-        return write
-
-    return add
-
-
-@each("mul_")
-@torch.no_grad()
-def _mul(tensor: Tensor) -> None:
-    tensor.mul_(1.1)
-
-
-@each("data.copy_")
-def _data_copy(tensor: Tensor) -> None:
-    tensor.data.copy_(1.1 * tensor.detach())
+#: Writes to a tensor. PyTorch counts the first one, and inference mode's.
+_WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "mul_": lambda tensor: tensor.detach().mul_(1.1),
+    "data.copy_": lambda tensor: tensor.data.copy_(1.1 * tensor.detach()),
+    "data.lerp_": lambda tensor: tensor.data.lerp_(1.5 * tensor.detach(), 0.2),  # as ema_pytorch
+    "data.clamp_": lambda tensor: tensor.data.clamp_(max=tensor.detach().flatten().double().quantile(0.9)),
+    "NumPy": lambda tensor: np.multiply(tensor.detach(), 1.1, out=tensor.detach().numpy()),
+    "DLPack": lambda tensor: torch.from_dlpack(tensor.detach()).mul_(1.1),
+    "DLPack of NumPy": lambda tensor: np.multiply(tensor.detach(), 1.1, out=np.from_dlpack(tensor.detach())),
+    "a storage": lambda tensor: tensor.untyped_storage().copy_(
+        (1.1 * tensor.detach()).contiguous().untyped_storage()
+    ),
+    "another tensor on the storage": lambda tensor: (
+        torch.empty(0).set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride()).mul_(1.1)
+    ),
+    "inference mode": torch.inference_mode()(lambda tensor: tensor.mul_(1.1)),
+    "other memory": lambda tensor: setattr(tensor, "data", 1.1 * tensor.data),
+}
 
 
-@each("data.lerp_")
-def _data_lerp(tensor: Tensor) -> None:
-    """Averages the weights of a teacher as ema_pytorch does."""
-    tensor.data.lerp_(1.5 * tensor.detach(), 0.2)
+def _write_all(model: nn.Module, source: Source, write: Callable[[Tensor], Any]) -> None:
+    for tensor in floats(model):
+        write(tensor)
 
 
-@each("data.clamp_")
-def _data_clamp(tensor: Tensor) -> None:
-    """Limits the largest tenth of the numbers."""
-    limit = tensor.detach().abs().flatten().float().quantile(0.9).to(tensor.dtype)
-    tensor.data.clamp_(-limit, limit)
-
-
-@each("NumPy")
-def _numpy(tensor: Tensor) -> None:
-    tensor.detach().numpy()[...] *= 1.1
-
-
-@each("DLPack")
-def _dlpack(tensor: Tensor) -> None:
-    torch.from_dlpack(tensor.detach()).mul_(1.05)
-    np.from_dlpack(tensor.detach())[...] *= 1.05
-
-
-@each("a storage")
-def _storage(tensor: Tensor) -> None:
-    tensor.untyped_storage().copy_((1.1 * tensor.detach()).contiguous().untyped_storage())
-
-
-@each("another tensor on the storage")
-def _another_tensor(tensor: Tensor) -> None:
-    torch.empty(0).set_(tensor.untyped_storage(), 0, tensor.shape, tensor.stride()).mul_(1.1)
-
-
-@each("inference mode")
-@torch.inference_mode()
-def _inference(tensor: Tensor) -> None:
-    tensor.mul_(1.1)
-
-
-@each("other memory")
-def _other_memory(tensor: Tensor) -> None:
-    tensor.data = 1.1 * tensor.data
+for _name, _write in _WRITES.items():
+    change("weights", _name)(functools.partial(_write_all, write=_write))
 
 
 @change("weights")
@@ -297,34 +255,28 @@ def another_process(model: nn.Module, source: Source) -> Iterator[None]:
     yield
 
 
-@change("weights")
-def averages_swapped_in_and_out(model: nn.Module, source: Source) -> Iterator[None]:
-    """Swaps them as torch_ema does for an evaluation."""
-    before = [tensor.detach().clone() for tensor in floats(model)]
-    for tensor in floats(model):
-        tensor.data.copy_(1.1 * tensor.detach())
-    yield
-    for tensor, kept in zip(floats(model), before, strict=True):
-        tensor.data.copy_(kept)
-    yield
-
-
 def _tensor_of(part: nn.Module, source: Source) -> Tensor:
     tensors = [t for t in (*part._parameters.values(), *part._buffers.values()) if t is not None]
     return source.choice([t for t in tensors if t.is_floating_point()])
 
 
-@change("weights")
-@torch.no_grad()
-def one_tensor_in_place(model: nn.Module, source: Source) -> None:
+def _write_one(model: nn.Module, source: Source, write: Callable[[Tensor, Tensor], Any]) -> None:
     tensor = _tensor_of(source.choice(telling(model)), source)
-    tensor.copy_(changed(tensor, source))
+    write(tensor, changed(tensor, source))
+
+
+for _name, _write_other in {
+    "one tensor in place": lambda tensor, other: tensor.detach().copy_(other),
+    "one tensor through data": lambda tensor, other: tensor.data.copy_(other),
+    "other memory of one tensor": lambda tensor, other: setattr(tensor, "data", other),
+}.items():
+    change("weights", _name)(functools.partial(_write_one, write=_write_other))
 
 
 @change("weights")
-def one_tensor_through_data(model: nn.Module, source: Source) -> None:
-    tensor = _tensor_of(source.choice(telling(model)), source)
-    tensor.data.copy_(changed(tensor, source))
+def a_negated_weight(model: nn.Module, source: Source) -> None:
+    """Of 8-bit integers too."""
+    source.choice(telling(model, *_LINEAR)).weight.detach().neg_()
 
 
 @change("weights")
@@ -334,12 +286,6 @@ def one_tensor_around_the_blocks(model: nn.Module, source: Source) -> Iterator[N
         tensor = part.weight
         tensor.copy_(changed(tensor, source))
         yield
-
-
-@change("weights")
-def other_memory_of_one_tensor(model: nn.Module, source: Source) -> None:
-    tensor = _tensor_of(source.choice(telling(model)), source)
-    tensor.data = changed(tensor, source)
 
 
 @change("weights", not_in=("quantized",))
@@ -529,42 +475,22 @@ def a_compiled_step(model: nn.Module, source: Source) -> Iterator[None]:
 # Dtypes ----------------------------------------------------------------------------------------------------
 
 
-@change("members")
-def double(model: nn.Module, source: Source) -> Iterator[None]:
-    model.double()
-    yield
-    model.float()
-    yield
-
-
-@change("members", tolerance=0.05)
-def bfloat16(model: nn.Module, source: Source) -> Iterator[None]:
+def _cast(model: nn.Module, source: Source, dtype: torch.dtype) -> Iterator[None]:
     _add_to_all(model)
-    model.bfloat16()
+    model.to(dtype)
     yield
     model.float()
     yield
 
 
-@change("members", tolerance=0.05)
-def half(model: nn.Module, source: Source) -> Iterator[None]:
-    _add_to_all(model)
-    model.half()
-    yield
-    model.float()
-    yield
+for _dtype, _tolerance in ((torch.float64, 1e-4), (torch.bfloat16, 0.05), (torch.float16, 0.05)):
+    change("members", f"to {_dtype}", tolerance=_tolerance)(functools.partial(_cast, dtype=_dtype))
 
 
 @torch.no_grad()
 def _add_to_all(model: nn.Module) -> None:
     for tensor in floats(model):
         tensor.add_(0.1)
-
-
-@change("members", "to bfloat16 and back")
-def _there_and_back(model: nn.Module, source: Source) -> None:
-    _add_to_all(model)
-    model.to(torch.bfloat16).to(torch.float32)
 
 
 @change("members", not_in=("graphed",))  # a tape has views of the weights; a graph has not
@@ -605,15 +531,14 @@ def another_parameter(model: nn.Module, source: Source) -> None:
     part.weight = nn.Parameter(changed(part.weight, source), part.weight.requires_grad)
 
 
-@change("members", only=("huggingface", "microsoft", "ours"))
+def _batch_norms(model: nn.Module) -> list[Any]:
+    """Returns the BatchNorms of a CvT's blocks, or that of SegFormer's head."""
+    return telling(model, nn.BatchNorm2d) or outer(model, nn.BatchNorm2d)
+
+
+@change("members", only=(*_CVT, "segformer"))
 def another_buffer(model: nn.Module, source: Source) -> None:
-    norm = source.choice(telling(model, nn.BatchNorm2d))
-    norm.running_mean = norm.running_mean + 3.0
-
-
-@change("members", only=("segformer",))
-def another_buffer_of_the_head(model: nn.Module, source: Source) -> None:
-    norm = source.choice(outer(model, nn.BatchNorm2d))
+    norm = source.choice(_batch_norms(model))
     norm.running_mean = norm.running_mean + 3.0
 
 
@@ -745,9 +670,7 @@ def _of_another_class(part: nn.Module) -> None:
     part.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__})
 
 
-@change("members")
-def another_class_of_a_part(model: nn.Module, source: Source) -> Iterator[None]:
-    part = source.choice(telling(model))
+def _swapped_class(part: nn.Module) -> Iterator[None]:
     kind = type(part)
     _of_another_class(part)
     yield
@@ -755,14 +678,10 @@ def another_class_of_a_part(model: nn.Module, source: Source) -> Iterator[None]:
     yield
 
 
-@change("members")
-def another_class_of_a_holder(model: nn.Module, source: Source) -> Iterator[None]:
-    holder = source.choice(holders(model))
-    kind = type(holder)
-    _of_another_class(holder)
-    yield
-    holder.__class__ = kind
-    yield
+for _level in ("a part", "a holder"):
+    change("members", f"another class of {_level}")(
+        lambda model, source, level=_level: _swapped_class(source.choice(LEVELS[level](model)))
+    )
 
 
 def _scaled_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -794,10 +713,8 @@ def _patched(classes: Callable[[nn.Module], list[Any]]) -> Callable[..., Iterato
     return run
 
 
-for _level in ("a part", "a part around the blocks", "a holder", "a block", "a stage"):
-    change("members", f"the forward patched of the class of {_level}", is_global=True)(
-        _patched(LEVELS[_level])
-    )
+for _level, _classes in LEVELS.items():
+    change("members", f"the forward patched of the class of {_level}", is_global=True)(_patched(_classes))
 
 
 # Adapters --------------------------------------------------------------------------------------------------
@@ -839,14 +756,6 @@ def _unload(model: nn.Module, adapters: list[Adapter]) -> None:
 
 
 @change("members", not_in=("quantized",))
-def adapters_merged_at_once(model: nn.Module, source: Source) -> None:
-    adapters = _adapters(model, source)
-    for adapter in adapters:
-        adapter.merge()
-    _unload(model, adapters)
-
-
-@change("members", not_in=("quantized",))
 def adapters_merged_after_a_call(model: nn.Module, source: Source) -> Iterator[None]:
     adapters = _adapters(model, source)
     yield
@@ -862,14 +771,6 @@ def adapters_merged_later(model: nn.Module, source: Source) -> Iterator[None]:
     yield
     for adapter in adapters:
         adapter.merge()
-    yield
-    _unload(model, adapters)
-    yield
-
-
-@change("members", not_in=("quantized",))
-def adapters_taken_out(model: nn.Module, source: Source) -> Iterator[None]:
-    adapters = _adapters(model, source)
     yield
     _unload(model, adapters)
     yield
@@ -891,35 +792,35 @@ def adapters_before_it_is_accelerated(model: nn.Module, source: Source) -> Itera
 # Attributes, parametrizations, subclasses -----------------------------------------------------------------
 
 
+def _shadowed(part: nn.Module, name: str, *values: Any) -> Iterator[None]:
+    """Puts attributes in the place of a member, each in that of the one before, and takes the last away."""
+    for value in values:
+        vars(part)[name] = value
+        yield
+    del vars(part)[name]
+    yield
+
+
 @change("members", not_in=("graphed",))
 def a_shadowed_parameter(model: nn.Module, source: Source) -> Iterator[None]:
     layer = source.choice([m for m in telling(model, nn.LayerNorm, *_LINEAR) if m.bias is not None])
-    for factor in (0.5, 2.0):  # the second replaces the first
-        vars(layer)["bias"] = factor * layer._parameters["bias"].detach() + 0.3
-        yield
-    del vars(layer)["bias"]
-    yield
+    return _shadowed(layer, "bias", *(factor * layer.bias.detach() + 0.3 for factor in (0.5, 2.0)))
 
 
 @change("members", not_in=("graphed", "quantized"))  # 8-bit numbers may round to either side of a tie
 def a_shadowed_module(model: nn.Module, source: Source) -> Iterator[None]:
     block = source.choice(blocks_of(model))
     name = source.choice([name for name, m in block._modules.items() if isinstance(m, nn.LayerNorm)])
-    for factor in (0.5, 2.0):  # the second replaces the first
-        vars(block)[name] = norm = copy.deepcopy(block._modules[name])
+    norms: list[Any] = [copy.deepcopy(block._modules[name]) for _ in range(2)]
+    for factor, norm in zip((0.5, 2.0), norms, strict=True):
         norm.bias.data.add_(factor)
-        yield
-    del vars(block)[name]
-    yield
+    return _shadowed(block, name, *norms)
 
 
-@change("members", only=("huggingface", "microsoft", "ours"), not_in=("graphed",))
+@change("members", only=_CVT, not_in=("graphed",))
 def a_shadowed_buffer(model: nn.Module, source: Source) -> Iterator[None]:
     norm = source.choice(telling(model, nn.BatchNorm2d))
-    vars(norm)["running_mean"] = norm._buffers["running_mean"] + 3.0
-    yield
-    del vars(norm)["running_mean"]
-    yield
+    return _shadowed(norm, "running_mean", norm.running_mean + 3.0)
 
 
 class Shifting(nn.Module):
@@ -941,17 +842,6 @@ def _parametrization(model: nn.Module, source: Source) -> Iterator[None]:
     yield
 
 
-@change("members", "weight norm", not_in=("quantized",))
-def _weight_norm(model: nn.Module, source: Source) -> Iterator[None]:
-    layer = source.choice(telling(model, nn.Linear))
-    parametrizations.weight_norm(layer)
-    with torch.no_grad():
-        layer.parametrizations.weight.original0.mul_(1.5)
-    yield
-    parametrize.remove_parametrizations(layer, "weight")
-    yield
-
-
 @change("members", "weight norm by a hook", not_in=("quantized",))
 def _old_weight_norm(model: nn.Module, source: Source) -> Iterator[None]:
     layer = source.choice(telling(model, nn.Linear))
@@ -962,15 +852,6 @@ def _old_weight_norm(model: nn.Module, source: Source) -> Iterator[None]:
         layer.weight_g.mul_(1.5)
     yield
     nn.utils.remove_weight_norm(layer)
-    yield
-
-
-@change("members", "a mask", not_in=("quantized",))
-def _mask(model: nn.Module, source: Source) -> Iterator[None]:
-    layer = source.choice(telling(model, nn.Linear))
-    prune.custom_from_mask(layer, "weight", source_normal(source, *layer.weight.shape) > 0)
-    yield
-    prune.remove(layer, "weight")
     yield
 
 
@@ -1105,6 +986,27 @@ def token_keep_of_entropy(model: nn.Module, source: Source) -> Iterator[None]:
     yield
 
 
+@change("settings", only=_TIMMS, not_in=("graphed",))
+def scale_without_sdpa(model: nn.Module, source: Source) -> Iterator[None]:
+    """PyTorch's attention does not read the scale; timm's own does."""
+    attention: Any = source.choice(blocks_of(model)).attn
+    for name, value in (("scale", 3.0), ("fused_attn", False), ("scale", 0.1)):
+        setattr(attention, name, value)
+        yield
+
+
+@change("settings", only=("glpn",), not_in=("graphed",))
+def parts_of_a_depth_head(model: Any, source: Source) -> Iterator[None]:
+    model.head.config.max_depth = 3
+    yield
+    model.decoder.stages[-1].fusion.convolutional_layer1[1].running_mean.add_(1)
+    yield
+    vars(model.decoder.final_upsample).update(mode="nearest", align_corners=None)
+    yield
+    model.head.head[1] = nn.GELU().train(model.training)
+    yield
+
+
 @change("settings", "attention chosen in the configuration", only=("segformer", *_ENCODERS))
 def _attention(model: nn.Module, source: Source) -> Iterator[None]:
     """Makes the model return probabilities."""
@@ -1131,12 +1033,6 @@ _HOOKS: dict[str, Callable[[Any], Any]] = {
     "forward hook": lambda m: m.register_forward_hook(lambda module, args, out: scaled(out)),
     "forward hook with keywords": lambda m: m.register_forward_hook(
         lambda module, args, kwargs, out: scaled(out), with_kwargs=True
-    ),
-    "forward hook that is always called": lambda m: m.register_forward_hook(
-        lambda module, args, out: scaled(out), always_call=True
-    ),
-    "forward hook before others": lambda m: m.register_forward_hook(
-        lambda module, args, out: scaled(out), prepend=True
     ),
     "pre-hook": lambda m: m.register_forward_pre_hook(lambda module, args: scaled(args)),
     "pre-hook with keywords": lambda m: m.register_forward_pre_hook(
@@ -1256,18 +1152,9 @@ def a_recording_of_hidden_states(model: nn.Module, source: Source) -> Iterator[N
 # Modes -----------------------------------------------------------------------------------------------------
 
 
-@change("modes", only=_CVT)
+@change("modes", only=(*_CVT, "segformer"))
 def one_batch_norm_in_training(model: nn.Module, source: Source) -> Iterator[None]:
-    norm = source.choice(telling(model, nn.BatchNorm2d))
-    norm.train(not norm.training)
-    yield
-    norm.train(not norm.training)
-    yield
-
-
-@change("modes", only=("segformer",))
-def the_batch_norm_of_the_head_in_training(model: nn.Module, source: Source) -> Iterator[None]:
-    norm = source.choice(outer(model, nn.BatchNorm2d))
+    norm = source.choice(_batch_norms(model))
     norm.train(not norm.training)
     yield
     norm.train(not norm.training)
@@ -1379,16 +1266,6 @@ def _pickled(model: nn.Module, source: Source) -> nn.Module:
     return unpickled
 
 
-@deed("torch.save", only=_PICKLED)
-@importable()
-def _saved(model: nn.Module, source: Source) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
-
-
 @deed("another call, of gradients", not_in=("frozen",))
 def _with_gradients(model: nn.Module, source: Source) -> None:
     mode = model.training
@@ -1399,22 +1276,17 @@ def _with_gradients(model: nn.Module, source: Source) -> None:
     model.zero_grad()
 
 
-@deed("another call, under autocast", not_in=("training",))
-def _autocast(model: nn.Module, source: Source) -> None:
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+def _call_within(model: nn.Module, source: Source, context: Callable[[], Any]) -> None:
+    with context(), torch.no_grad():
         model(source.images)
 
 
-@deed("another call, in inference mode", not_in=("training",))
-def _inference_mode(model: nn.Module, source: Source) -> None:
-    with torch.inference_mode():
-        model(source.images)
-
-
-@deed("another call, by another backend", not_in=("training",))
-def _backend(model: nn.Module, source: Source) -> None:
-    with ck.use_backend("reference"), torch.no_grad():
-        model(source.images)
+for _name, _context in {
+    "under autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "in inference mode": torch.inference_mode,
+    "by another backend": lambda: ck.use_backend("reference"),
+}.items():
+    deed(f"another call, {_name}", not_in=("training",))(functools.partial(_call_within, context=_context))
 
 
 @deed(
@@ -1468,31 +1340,6 @@ def every_attribute(model: nn.Module, source: Source) -> Iterator[None]:
     yield
 
 
-@change("members", is_long=True, shows="never", not_in=("graphed",))
-def every_tensor(model: nn.Module, source: Source) -> Iterator[None]:
-    for part in inner(model, nn.Module):
-        for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
-            if tensor is not None and tensor.is_floating_point():
-                yield from _changes_of(part, name, tensor, source)
-
-
-def _changes_of(part: nn.Module, name: str, tensor: Tensor, source: Source) -> Iterator[None]:
-    before, other = tensor.detach().clone(), changed(tensor, source)
-    with torch.no_grad():
-        tensor.copy_(other)
-    yield
-    tensor.data = before
-    yield
-    same = nn.Parameter(other, tensor.requires_grad) if name in part._parameters else other
-    for value in (same, None):
-        with attribute(part, name, value):
-            yield
-    vars(part)[name] = other
-    yield
-    del vars(part)[name]
-    yield
-
-
 @change("members", is_long=True, shows="never")
 def every_module(model: nn.Module, source: Source) -> Iterator[None]:
     for part in inner(model, nn.Module):
@@ -1504,13 +1351,3 @@ def every_module(model: nn.Module, source: Source) -> Iterator[None]:
         yield
         part.__class__ = kind
         yield from _on_object(part)
-
-
-@change("hooks", is_long=True, shows="never")
-def a_hook_on_every_module(model: nn.Module, source: Source) -> Iterator[None]:
-    for part in inner(model, nn.Module):
-        for register in (*_HOOKS.values(), *_BACKWARD_HOOKS.values()):
-            handle = register(part)
-            yield
-            handle.remove()
-    yield

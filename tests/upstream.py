@@ -91,6 +91,29 @@ def segformer(**config):
     return _pyramid("SegformerForSemanticSegmentation", "SegformerConfig", decoder_hidden_size=24, **config)
 
 
+def one_block(make):
+    """Returns a CvT of one block, with a class token, for what takes long per operator."""
+    if make is huggingface:
+        return make(embed_dim=[16], num_heads=[2], depth=[1], cls_token=[True])
+    if make is microsoft:
+        return make(embed_dims=(16,), num_heads=(2,), depths=(1,))
+    model = create_model(ONE_STAGE)
+    randomize(model)
+    return model
+
+
+class Logits(nn.Module):
+    """A model that returns logits alone."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.train(model.training)
+
+    def forward(self, x):
+        return logits(self.model(x))
+
+
 def last_stage(model):
     """Returns the last stage of a CvT."""
     if hasattr(model, "cvt"):
@@ -129,7 +152,7 @@ def glpn(**config):
 
 
 #: The sizes of small image encoders, which compute images of 32 × 32.
-_ENCODER = {
+ENCODER = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -150,7 +173,7 @@ def vit(*, drop=0.0, attention_drop=0.0, model_class=None, num_labels=5, **confi
     import transformers
 
     drops = {"hidden_dropout_prob": drop, "attention_probs_dropout_prob": attention_drop}
-    config = transformers.ViTConfig(**_ENCODER | {"intermediate_size": 64} | drops | config)
+    config = transformers.ViTConfig(**ENCODER | {"intermediate_size": 64} | drops | config)
     return _encoder(model_class or transformers.ViTForImageClassification, config, num_labels)
 
 
@@ -159,7 +182,7 @@ def dinov2(*, drop_path=0.0, attention_drop=0.0, model_class=None, **config):
     import transformers
 
     drops = {"drop_path_rate": drop_path, "attention_probs_dropout_prob": attention_drop}
-    config = transformers.Dinov2Config(**_ENCODER | {"mlp_ratio": 2} | drops | config)
+    config = transformers.Dinov2Config(**ENCODER | {"mlp_ratio": 2} | drops | config)
     return _encoder(model_class or transformers.Dinov2ForImageClassification, config)
 
 
@@ -167,7 +190,7 @@ def clip(*, attention_drop=0.0, **config):
     """Returns CLIP's image tower, which computes images of one size only."""
     import transformers
 
-    sizes = _ENCODER | {"intermediate_size": 64, "projection_dim": 8, "attention_dropout": attention_drop}
+    sizes = ENCODER | {"intermediate_size": 64, "projection_dim": 8, "attention_dropout": attention_drop}
     return _encoder(
         transformers.CLIPVisionModelWithProjection, transformers.CLIPVisionConfig(**sizes | config)
     )

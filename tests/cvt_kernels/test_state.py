@@ -120,10 +120,7 @@ def test_settings(ask):
     objects = [type("Any", (), each)() for each in dicts]
 
     def asked(values):
-        return [
-            ask(items=(dicts, names, values)),
-            ask(attributes=(objects, names, values)),
-        ]
+        return [ask(items=(dicts, names, values)), ask(attributes=(objects, names, values))]
 
     same = asked(values)
     assert asked([1.0, nan, None, odd, (2, 3)]) == same

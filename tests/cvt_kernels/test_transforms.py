@@ -21,11 +21,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("backend", "varied"),
-    [
-        ("composed", "weight of a block with rows"),
-        ("float32", "weight"),
-    ],
+    ("backend", "varied"), [("composed", "weight of a block with rows"), ("float32", "weight")]
 )
 @torch.no_grad()
 def test_vectorized_over_other_tensors_than_the_input(backend, varied):

@@ -70,3 +70,22 @@ def noted_backends():
 
     with backends.replaced(noting):
         yield noted
+
+
+@contextlib.contextmanager
+def noted_queries():
+    """Lists the number of queries of each attention, alone or within a block."""
+    noted = []
+
+    def noting(operator, backend, implementation):
+        def serve(call):
+            if operator == "attention":
+                noted.append(call.q.shape[1])
+            elif operator == "transformer_block":
+                noted.append(call.x.shape[1] if call.rows is None else call.rows.shape[1])
+            return implementation.load().function(call)
+
+        return dataclasses.replace(implementation, function=serve)
+
+    with backends.replaced(noting):
+        yield noted

@@ -10,16 +10,12 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
-from cvt_kernels import modes
-from cvt_kernels.models import families, forward, matching
-from cvt_kernels.ops import autograd
-from cvt_kernels.tuning import choices
+from cvt_kernels.models import families, matching
 from tests import microsoft_cvt
-from tests.checks import assert_accurate, record_all_calls, record_calls
+from tests.checks import assert_accurate, record_calls
 from tests.conftest import DATA
 from tests.timm_models import importable
 from tests.upstream import (
@@ -53,12 +49,6 @@ from tests.upstream import (
 
 every_upstream = pytest.mark.parametrize("make", UPSTREAMS)
 every_model = pytest.mark.parametrize("make", [*UPSTREAMS, *PYRAMIDS])
-
-#: The operators of one block, with gradients, in the order in which they are called.
-BLOCK = [
-    *["layer_norm", "conv_projection", *3 * ["linear"], "attention", "linear"],
-    *["add_layer_norm", "mlp_add"],
-]
 
 
 def inputs(make, batch=2, dtype=torch.float32):
@@ -167,52 +157,6 @@ def test_active_attention_dropout_is_left_to_the_block(make):
     assert all(row.fused for row in ck.coverage(fused))
 
 
-def test_images_on_a_gpu_become_channels_last():
-    conv = nn.Conv2d(3, 4, 3)
-    with FakeTensorMode():
-        for dtype, expected in ((torch.bfloat16, True), (torch.float32, False)):
-            image = torch.empty(2, 3, 8, 8, dtype=dtype, device="cuda")
-            made = forward._channels_last(conv, image)
-            assert made.is_contiguous(memory_format=torch.channels_last) == expected
-        conv.register_forward_hook(lambda *_: None)
-        assert forward._channels_last(conv, image.bfloat16()).is_contiguous()
-    assert forward._channels_last(nn.Conv2d(3, 4, 3), x := torch.ones(1, 3, 8, 8, dtype=torch.bfloat16)) is x
-
-
-@every_upstream
-def test_weights_of_a_block_are_cast_together(make, monkeypatch):
-    """On a GPU; here the dtype of autocast is taken for that of the layers, too."""
-    own, fused = pair(make, "train")
-    calls, cast = [], autograd._cast_all
-    monkeypatch.setattr(autograd, "_cast_all", lambda *args: calls.append(len(args[0])) or cast(*args))
-    monkeypatch.setattr(modes, "dtype_for_layers", modes.autocast_dtype)
-    gradients = []
-    for model in (own, fused):
-        with torch.autocast("cpu", torch.bfloat16):
-            logits(model(images())).float().square().mean().backward()
-        gradients.append({name: each.grad for name, each in model.named_parameters()})
-    blocks = 6 if make is huggingface else 4
-    # Six layers with their biases and three convolutions, in the forward and in the backward.
-    assert calls == 2 * blocks * [15]
-    for name, expected in gradients[0].items():
-        assert gradients[1][name].dtype == torch.float32
-        torch.testing.assert_close(gradients[1][name], expected, rtol=0.1, atol=0.05)
-
-
-@every_upstream
-def test_every_block_calls_the_operators(make):
-    _, fused = pair(make)
-    called = record_all_calls()
-    fused(images())
-    depths = (1, 2, 3) if make is huggingface else (1, 1, 2)  # blocks of each stage
-    # A LayerNorm of PyTorch's passes the stream on, so that its backward adds up both gradients.
-    block = ["add_layer_norm", *BLOCK[1:]] if make is huggingface else BLOCK
-    assert called == [operator for depth in depths for operator in ["layer_norm", *depth * block]]
-    called.clear()
-    ck.restore(fused)(images())
-    assert called == []
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -242,16 +186,6 @@ def test_a_models_part_and_a_model_that_contains_one():
     assert {row.path.split(".")[0] for row in ck.coverage(both)} == {"a", "b"}
     layer = ck.accelerate(huggingface().cvt.encoder.stages[2].layers[0], freeze=False)
     assert [row.path for row in ck.coverage(layer)] == [""]
-
-
-@every_upstream
-def test_auto_computes_the_same_and_writes_nothing(make):
-    ck.use_backend("auto")
-    own, fused = pair(make, "train", **RANDOM)
-    assert_same_step(own, fused, images(), 2e-5)
-    with torch.no_grad():
-        assert relative(logits(fused.eval()(images())), logits(own.eval()(images()))) < 1e-5
-    assert not choices.cache_directory().exists()
 
 
 # In place --------------------------------------------------------------------------------------------------
@@ -305,19 +239,6 @@ def test_a_block_is_examined_once_until_it_changes(make, monkeypatch):
     assert all(row.fused for row in ck.coverage(model))
 
 
-def test_a_hook_on_all_modules_sees_all_of_them():
-    own, fused = pair(huggingface)
-    seen = []
-    with nn.modules.module.register_module_forward_hook(lambda m, args, out: seen.append(type(m).__name__)):
-        own(images())
-        expected = list(seen)
-        seen.clear()
-        fused(images())
-        assert seen == expected
-        assert "is seen by a hook on all modules" in ck.coverage(fused)[0].reason
-    assert ck.coverage(fused)[0].fused
-
-
 @pytest.mark.parametrize("freeze", [False, None, True])
 @pytest.mark.parametrize("make", [*UPSTREAMS, segformer, pvt, pvt_v2, glpn, *ENCODERS, *TIMMS])
 @importable()
@@ -353,23 +274,19 @@ def test_save_pretrained(tmp_path):
 
 
 @every_model
-def test_images_without_a_batch(make):
-    message = r"^(x|pixel_values): got shape \(.*3, 64, 64\), expected \(batch, 3, height, width\)$"
-    for freeze in [False] if make is pvt_v2_linear else [False, True]:  # which has nothing to freeze
-        model = ck.accelerate(make().eval(), freeze=freeze)
-        for shape in ((3, 64, 64), (1, 1, 3, 64, 64)):
-            with pytest.raises(ValueError, match=message), torch.no_grad():
-                model(torch.ones(shape))
-
-
-@every_model
-@pytest.mark.parametrize("freeze", [False, None])
-def test_images_that_are_no_tensors(make, freeze):
-    model = ck.accelerate(make().eval(), freeze=freeze)
-    for wrong in (images().numpy(), [images()]):
-        name = type(wrong).__name__
-        message = rf"^(x|pixel_values): got {name}, expected a tensor \(batch, 3, height, width\)$"
-        with pytest.raises(TypeError, match=message), torch.no_grad():
+@pytest.mark.parametrize("freeze", [False, None, True])
+def test_images_that_are_none(make, freeze):
+    if freeze and make is pvt_v2_linear:
+        return  # it has nothing to freeze
+    model, x = ck.accelerate(make().eval(), freeze=freeze), images()
+    for wrong, error, got in (
+        (x[0], ValueError, r"shape \(.*3, 64, 64\)"),
+        (x[None], ValueError, r"shape \(.*3, 64, 64\)"),
+        (x.numpy(), TypeError, "ndarray"),
+        ([x], TypeError, "list"),
+    ):
+        message = rf"^(x|pixel_values): got {got}, expected (a tensor )?\(batch, 3, height, width\)$"
+        with pytest.raises(error, match=message), torch.no_grad():
             model(wrong)
 
 
@@ -377,57 +294,6 @@ def test_errors_of_the_operators_reach_the_caller():
     model = ck.accelerate(microsoft(), freeze=False).train()
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         model(images(1, 16, 16))
-
-
-class Attention(nn.Module):
-    """An attention as in most transformers, which has the same name."""
-
-    def __init__(self):
-        super().__init__()
-        self.proj_q = self.proj_k = self.proj_v = self.proj = nn.Linear(4, 4)
-        self.num_heads, self.scale = 1, 1.0
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm1, self.attn, self.norm2, self.mlp = nn.LayerNorm(4), Attention(), nn.LayerNorm(4), nn.GELU()
-
-
-class OtherBlock(microsoft_cvt.Block):
-    def forward(self, x, size):
-        return super().forward(x, *size)
-
-
-OtherBlock.__name__ = "Block"
-
-
-def of_another_signature():
-    block = microsoft().stage0.blocks[0]
-    block.__class__ = OtherBlock
-    return block
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: nn.Sequential(Block(), nn.LayerNorm(4)),
-            "model: got Sequential of torch, expected a model with blocks of one of these: CvT ",
-        ),
-        (
-            lambda: microsoft(method="linear").stage0.blocks[0],
-            "none of the 1 blocks .* itself: conv_proj_q is not a Sequential of convolution, ",
-        ),
-        (of_another_signature, "forward takes x, size; expected x, h, w"),
-    ],
-)
-def test_nothing_that_is_supported(make, message):
-    model = make()
-    classes = [type(module) for module in model.modules()]
-    with pytest.raises(ValueError, match=message):
-        ck.accelerate(model, freeze=False)
-    assert [type(module) for module in model.modules()] == classes
 
 
 def test_an_unknown_model_is_told_of_every_family_with_its_project():
@@ -446,48 +312,11 @@ def test_an_unknown_model_is_told_of_every_family_with_its_project():
             ask(timms().eval())
 
 
-@pytest.mark.parametrize("method", ["avg", "linear"])
-def test_other_projections_are_left_alone_and_reported(method):
-    own = microsoft(method=method).eval()
-    fused = ck.accelerate(copy.deepcopy(own), freeze=False)
-    called = record_all_calls()
-    assert relative(fused(images()), own(images())) < 1e-5
-    assert called == 3 * ["layer_norm"]  # of the embeddings
-    rows = [row for row in ck.coverage(fused) if row.class_name == "Block"]
-    assert {(row.fused, row.reason) for row in rows} == {
-        (False, "conv_proj_q is not a Sequential of convolution, BatchNorm and Rearrange")
-    }
-    assert all(type(fused.get_submodule(row.path)) is microsoft_cvt.Block for row in rows)
-
-
-class Louder(microsoft_cvt.Mlp):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-class Relative(microsoft_cvt.Attention):
-    pass
-
-
-class Shifted(microsoft_cvt.Attention):
-    def forward_conv(self, x, h, w):
-        return super().forward_conv(x + 1, h, w)
-
-
-def test_derived_classes():
+def test_what_nobody_reads_may_differ():
     model = microsoft().eval()
-    model.stage0.blocks[0].mlp.__class__ = Louder
-    model.stage1.blocks[0].attn.__class__ = Relative
+    model.stage1.blocks[0].attn.__class__ = type("Relative", (microsoft_cvt.Attention,), {})
     model.stage2.blocks[0].attn.table = nn.Parameter(torch.zeros(3))
-    model.stage2.blocks[1].attn.__class__ = Shifted
-    own = copy.deepcopy(model)
-    rows = {row.path: row for row in ck.coverage(ck.accelerate(model, freeze=False))}
-    assert relative(model(images()), own(images())) < 1e-5
-    assert rows["stage0.blocks.0"].reason == "mlp is a Louder"
-    assert rows["stage1.blocks.0"].fused
-    assert rows["stage2.blocks.0"].fused  # nobody reads the table
-    assert rows["stage2.blocks.1"].reason == "forward_conv of attn is not that of Microsoft's Attention"
-    assert type(model.stage0.blocks[0]) is microsoft_cvt.Block
+    assert all(row.fused for row in ck.coverage(ck.accelerate(model, freeze=False)))
 
 
 @pytest.mark.parametrize(
@@ -510,29 +339,6 @@ def test_a_patched_class_is_left_alone(monkeypatch, patched, wraps, beginning):
     assert relative(fused(images()), own(images())) < 1e-5
     (reason,) = {row.reason for row in ck.coverage(fused) if not row.fused}
     assert reason.startswith(beginning)
-
-
-@pytest.mark.parametrize(
-    ("patched", "freeze"),
-    [
-        (microsoft_cvt.VisionTransformer, False),
-        (microsoft_cvt.VisionTransformer, None),
-        (microsoft_cvt.VisionTransformer, True),
-        (microsoft_cvt.ConvolutionalVisionTransformer, None),
-    ],
-)
-@torch.no_grad()
-def test_a_class_that_is_patched_later_runs_the_patch(monkeypatch, patched, freeze):
-    fused = ck.accelerate(microsoft().eval(), freeze=freeze)
-    before, original, called = fused(images()), patched.forward, []
-
-    def patch(self, *args):
-        called.append(self)
-        return original(self, *args)
-
-    monkeypatch.setattr(patched, "forward", patch)
-    assert relative(fused(images()), before) < 1e-5
-    assert called == [module for module in fused.modules() if isinstance(module, patched)]
 
 
 @torch.no_grad()

@@ -20,42 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 import cvt_kernels as ck
 from cvt_kernels import modes
 from cvt_kernels.tuning import accuracy
-from tests.checks import assert_accurate, not_built, record_calls
+from tests import upstream
+from tests.checks import assert_accurate, record_calls
 from tests.processes import run_ranks
-from tests.upstream import (
-    KERNELS_FIRST,
-    RANDOM,
-    UPSTREAMS,
-    assert_same_step,
-    glpn,
-    huggingface,
-    images,
-    in_float64,
-    logits,
-    microsoft,
-    microsoft_plain,
-    pair,
-    pvt,
-    pvt_v2,
-    pvt_v2_linear,
-    relative,
-    segformer,
-    step,
-)
-
-
-def one_stage(make):
-    """Returns a model of one block, with a class token, for what takes long per operator."""
-    if make is huggingface:
-        return make(embed_dim=[16], num_heads=[2], depth=[1], cls_token=[True])
-    return make(embed_dims=(16,), num_heads=(2,), depths=(1,))
-
+from tests.upstream import assert_same_step, images, in_float64, logits, one_block, pair, relative, step
 
 # Autocast --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("make", UPSTREAMS)
+@pytest.mark.parametrize("make", upstream.UPSTREAMS)
 def test_autocast_has_the_dtypes_of_the_upstream_model(make, dtype):
     own, fused = pair(make, "train")
     exact = in_float64(copy.deepcopy(own))
@@ -87,7 +61,9 @@ def test_autocast_has_the_dtypes_of_the_upstream_model(make, dtype):
     assert all(row.fused for row in ck.coverage(fused))
 
 
-@pytest.mark.parametrize("make", [huggingface, pytest.param(microsoft, marks=pytest.mark.rest)])
+@pytest.mark.parametrize(
+    "make", [upstream.huggingface, pytest.param(upstream.microsoft, marks=pytest.mark.rest)]
+)
 def test_gradient_scaling(make):
     """Steps with GradScaler go as upstream; gradients overflow in the first, which are skipped."""
     own, fused = pair(make, "train")
@@ -116,7 +92,7 @@ def test_gradient_scaling(make):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("make", UPSTREAMS)
+@pytest.mark.parametrize("make", upstream.UPSTREAMS)
 def test_no_nan_where_float32_has_none(make, dtype):
     """Scores before their scale overflow float16, in which the upstream models give NaN."""
     own, fused = pair(make, "train")
@@ -133,36 +109,31 @@ def test_no_nan_where_float32_has_none(make, dtype):
     assert not any(p.grad.isnan().any() for p in fused.parameters())  # GradScaler is for what overflows
 
 
-@pytest.mark.parametrize("make", UPSTREAMS)
-def test_accelerated_in_inference_mode(make):
-    own = make().eval()
-    with torch.inference_mode():
-        fused = ck.accelerate(copy.deepcopy(own))
-        assert relative(logits(fused(images())), logits(own(images()))) < 1e-5
-
-
 # torch.compile, export, ONNX -------------------------------------------------------------------------------
 
 
 def few_blocks(make, drop_path):
     """Returns a model in training mode, and how many blocks it has and how many of these drop branches."""
-    if make is huggingface:
-        model = one_stage(make)
+    if make is upstream.huggingface:
+        model = one_block(make)
         (block,) = model.cvt.encoder.stages[0].layers
         if drop_path > 0:
             block.drop_path = sys.modules[type(block).__module__].CvtDropPath(drop_path)
         return model.train(), 1, int(drop_path > 0)
-    blocks = 4 if make is glpn else 2  # the first has a rate of 0
-    depths = {} if make is glpn else {"depths": [1, 1]}
+    blocks = 4 if make is upstream.glpn else 2  # the first has a rate of 0
+    depths = {} if make is upstream.glpn else {"depths": [1, 1]}
     return make(drop_path=drop_path, **depths).train(), blocks, (blocks - 1) * (drop_path > 0)
 
 
 @pytest.mark.parametrize(
     ("make", "drop_path"),
     [
-        *((huggingface, 0.5), (pvt_v2, 0.0)),
-        pytest.param(huggingface, 0.0, marks=pytest.mark.rest),
-        *(pytest.param(make, 0.5, marks=pytest.mark.rest) for make in (segformer, pvt, pvt_v2_linear, glpn)),
+        *((upstream.huggingface, 0.5), (upstream.pvt_v2, 0.0)),
+        pytest.param(upstream.huggingface, 0.0, marks=pytest.mark.rest),
+        *(
+            pytest.param(make, 0.5, marks=pytest.mark.rest)
+            for make in (upstream.segformer, upstream.pvt, upstream.pvt_v2_linear, upstream.glpn)
+        ),
     ],
 )
 def test_a_compiled_training_step_has_few_passes(make, drop_path, monkeypatch):
@@ -185,7 +156,7 @@ def test_a_compiled_training_step_has_few_passes(make, drop_path, monkeypatch):
 
     compilers = (functools.partial(note, seen=each) for each in found)
     backend = aot_autograd(fw_compiler=next(compilers), bw_compiler=next(compilers))
-    x = images(height=70, width=70) if make is pvt else images()
+    x = images(height=70, width=70) if make is upstream.pvt else images()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def train(called, x, enabled=True):
@@ -210,7 +181,7 @@ def test_a_compiled_training_step_has_few_passes(make, drop_path, monkeypatch):
     ends = blocks + dropping
     assert forward["cvt_kernels.linear_ends"] == ends
     # GELU's derivative is a start too, but where a convolution's kernel applies it.
-    mixes = make not in (huggingface, pvt)
+    mixes = make not in (upstream.huggingface, upstream.pvt)
     assert forward.get("cvt_kernels.triton_depthwise_conv_gelu", 0) == blocks * mixes
     assert backward["cvt_kernels.linear_starts"] == ends + blocks * (not mixes)
     for right, *others in zip(exact, plain, eager, compiled, strict=True):
@@ -221,9 +192,11 @@ def test_a_compiled_training_step_has_few_passes(make, drop_path, monkeypatch):
         torch.testing.assert_close(compiled, eager, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("make", [huggingface, pytest.param(microsoft, marks=pytest.mark.rest)])
+@pytest.mark.parametrize(
+    "make", [upstream.huggingface, pytest.param(upstream.microsoft, marks=pytest.mark.rest)]
+)
 def test_a_compiled_model_is_accelerated(make):
-    own = one_stage(make).eval()
+    own = one_block(make).eval()
     called = record_calls("attention")
     compiled = torch.compile(copy.deepcopy(own), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -239,23 +212,6 @@ def test_a_compiled_model_is_accelerated(make):
         assert len(called) == 1
 
 
-def kernels_in(program):
-    """Returns the names of this project's operators in an exported program."""
-    targets = (str(node.target) for node in program.graph.nodes)
-    return {target for target in targets if target.startswith("cvt_kernels.")}
-
-
-@pytest.mark.parametrize("make", UPSTREAMS)
-def test_exports(make):
-    own, fused = pair(functools.partial(one_stage, make))
-    batch = torch.export.Dim("batch", min=2, max=64)
-    for dynamic_shapes in (None, ({0: batch},)):
-        program = torch.export.export(fused, (images(),), dynamic_shapes=dynamic_shapes)
-        assert bool(kernels_in(program)) != not_built()
-        with torch.no_grad():
-            assert relative(logits(program.module()(images())), logits(own(images()))) < 1e-5
-
-
 # Several processes -----------------------------------------------------------------------------------------
 
 SHARES = (3, 2)  # images per process, not equal
@@ -264,10 +220,10 @@ SHARES = (3, 2)  # images per process, not equal
 def _process(rank, directory):
     dist.init_process_group("gloo", init_method=f"file://{directory}/init", rank=rank, world_size=2)
     torch.set_num_threads(1)
-    ck.use_backend(*KERNELS_FIRST)
+    ck.use_backend(*upstream.KERNELS_FIRST)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's own deprecations
-        for make in UPSTREAMS:
+        for make in upstream.UPSTREAMS:
             _ddp_step(rank, make)
             _synchronized_batch_norm_step(rank, make)
             for accelerated in ("before", "after"):
@@ -369,10 +325,10 @@ def test_two_processes(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_without_tf32")
 @pytest.mark.parametrize("size", [(2, 224, 224), (2, 160, 256), (1, 224, 224)], ids=str)
-@pytest.mark.parametrize("make", UPSTREAMS)
+@pytest.mark.parametrize("make", upstream.UPSTREAMS)
 def test_gpu_evaluation_and_training(make, size):
     """Fused models compute on a GPU what they do on a CPU, dropout and drop path included."""
-    own, fused = pair(make, "train", **RANDOM)
+    own, fused = pair(make, "train", **upstream.RANDOM)
     own, fused, x = own.cuda(), fused.cuda(), images(*size).cuda()
     assert_same_step(own, fused, x, 5e-5)
     with torch.no_grad():
@@ -381,7 +337,7 @@ def test_gpu_evaluation_and_training(make, size):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("make", [huggingface, microsoft_plain])
+@pytest.mark.parametrize("make", [upstream.huggingface, upstream.microsoft_plain])
 def test_gpu_half_precision(make, dtype):
     own, fused = pair(make)
     x = images(2, 224, 224)
@@ -392,7 +348,7 @@ def test_gpu_half_precision(make, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("make", UPSTREAMS)
+@pytest.mark.parametrize("make", upstream.UPSTREAMS)
 def test_gpu_graph_capture(make):
     own, fused = pair(make)
     own, fused, x = own.cuda(), fused.cuda(), images(2, 224, 224).cuda()

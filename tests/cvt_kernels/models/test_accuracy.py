@@ -36,12 +36,7 @@ FAMILIES = {
         "num_labels": 200,
     },
     vit: {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536, "num_labels": 200},
-    clip: {
-        "hidden_size": 384,
-        "num_attention_heads": 6,
-        "intermediate_size": 1536,
-        "projection_dim": 200,
-    },
+    clip: {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536, "projection_dim": 200},
     dinov2: {"hidden_size": 384, "num_attention_heads": 6, "mlp_ratio": 4},
     timm_vit: {"embed_dim": 384, "num_heads": 6, "mlp_ratio": 4, "num_classes": 200},
     timm_pvt_v2: {"embed_dims": (64, 512), "num_heads": (1, 8), "mlp_ratios": (8, 4), "num_classes": 200},

@@ -1,48 +1,18 @@
 """The last block of a classifier computes its class token alone, where nobody sees the other tokens."""
 
-import contextlib
 import copy
-import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import cvt_kernels as ck
-from cvt_kernels import backends
 from cvt_kernels.models import class_token
-from tests.upstream import (
-    huggingface,
-    images,
-    last_stage,
-    logits,
-    microsoft,
-    ours,
-    relative,
-    with_all_tokens,
-)
+from tests.cvt_kernels.models.served import noted_queries
+from tests.upstream import huggingface, images, last_stage, logits, microsoft, ours, relative, with_all_tokens
 
 every_classifier = pytest.mark.parametrize("make", [huggingface, microsoft, ours])
 every_form = pytest.mark.parametrize("freeze", [None, True, False])
-
-
-@contextlib.contextmanager
-def noted_queries():
-    """Lists the number of queries of each attention, alone or within a block."""
-    noted = []
-
-    def noting(operator, backend, implementation):
-        def serve(call):
-            if operator == "attention":
-                noted.append(call.q.shape[1])
-            elif operator == "transformer_block":
-                noted.append(call.x.shape[1] if call.rows is None else call.rows.shape[1])
-            return implementation.load().function(call)
-
-        return dataclasses.replace(implementation, function=serve)
-
-    with backends.replaced(noting):
-        yield noted
 
 
 def last_block(model):
@@ -133,32 +103,16 @@ def test_loss_and_tuples_of_hugging_face(freeze):
 
 @every_form
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_head_of_hugging_face_normalizes_by_the_operator(freeze, dtype):
+@torch.no_grad()
+def test_head_of_hugging_face_returns_what_it_did(freeze, dtype):
     own = huggingface().eval().to(dtype)
     model, x = ck.accelerate(copy.deepcopy(own), freeze=freeze), images(2, 32, 48).to(dtype)
-    seen = []
-
-    def noting(operator, backend, implementation):
-        def serve(call):
-            if operator == "layer_norm":
-                seen.append(call.x)
-            return implementation.load().function(call)
-
-        return dataclasses.replace(implementation, function=serve)
-
-    with torch.no_grad(), backends.replaced(noting):
-        out = model(x)
-    assert seen[-1].shape == (2, 1, 48)
-    assert freeze is not False or seen[-1].is_contiguous()  # a kernel would copy other rows
-    with torch.no_grad():
-        expected, true = own(x), copy.deepcopy(own).double()(x.double()).logits
-        (alone,) = model(x, return_dict=False)
-        (positional,) = model(x, None, None, False)
+    out, expected, true = model(x), own(x), copy.deepcopy(own).double()(x.double()).logits
     assert type(out) is type(expected)
     assert out.keys() == expected.keys() == {"logits"}
     assert out.logits.dtype == dtype
-    assert torch.equal(out.logits, alone)
-    assert torch.equal(out.logits, positional)
+    for (alone,) in (model(x, return_dict=False), model(x, None, None, False)):
+        assert torch.equal(out.logits, alone)
     bound = max(2 * relative(expected.logits.double(), true), 1e-6)
     assert relative(out.logits.double(), true) <= bound
 
@@ -185,24 +139,6 @@ def test_hugging_face_answers_what_the_head_does_not_take():
         assert relative(model(x)[0], expected.logits) < 1e-5
         out = model(pixel_values=x, interpolate=True, return_dict=True)  # upstream takes any keyword
         assert relative(out.logits, expected.logits) < 1e-5
-
-
-@every_classifier
-def test_the_last_block_writes_no_other_tokens(make, monkeypatch):
-    model, x = ck.accelerate(make().eval(), freeze=False), images(2, 32, 48)
-    stage, block = last_stage(model), last_block(model)
-    seen, call = [], torch.nn.Module.__call__
-
-    def noted(module, *args, **kwargs):
-        out = call(module, *args, **kwargs)
-        seen.extend([out] if module is block else [])
-        return out
-
-    monkeypatch.setattr(torch.nn.Module, "__call__", noted)
-    with torch.no_grad():
-        class_token.with_class_token_only(stage, block, lambda: model(x))
-    assert seen[-1].shape[::2] == (2, 48)
-    assert seen[-1].stride(1) == 0  # each is a view of the class token
 
 
 @every_classifier

@@ -8,23 +8,10 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
 from tests.cvt_kernels.models.served import CVTS, frozen, inputs, outermost_of, stages_of
-from tests.upstream import (
-    clip,
-    images,
-    logits,
-    microsoft,
-    ours,
-    pvt_v2,
-    relative,
-    segformer,
-    timm_pvt_v2,
-    timm_vit,
-    vit,
-)
+from tests.upstream import ENCODERS, TIMMS, images, logits, ours, pvt_v2, relative, segformer
 
 STAGE, LAYER = "cvt_kernels.frozen_stage.default", "cvt_kernels.frozen_layer.default"
 
@@ -65,9 +52,10 @@ def part(request):
     return own, frozen(own), args
 
 
-@pytest.mark.parametrize("make", [*CVTS, pvt_v2, segformer])
+@pytest.mark.parametrize("make", [*CVTS, pvt_v2, segformer, *ENCODERS, *TIMMS])
 def test_each_stage_is_one_operator(make, served):
-    fused, xs = frozen(make()), [inputs(make, batch) for batch in (2, 3)]
+    size = (32, 32) if make in (*ENCODERS, *TIMMS) else ()
+    fused, xs = frozen(make()), [inputs(make, batch, *size) for batch in (2, 3)]
     count = len(outermost_of(fused))
     logits(fused(xs[0]))  # transformers records hidden states in the first call, and leaves hooks
     compiled = Compiled(fused, dynamic=True)
@@ -111,38 +99,6 @@ def test_the_operators_are_as_pytorch_expects(part):
 # What changes after it was compiled -------------------------------------------------------------------------
 
 
-def another_parameter(linear):
-    linear.weight = nn.Parameter(linear.weight * 2)
-
-
-CHANGES = {
-    "stage": [
-        lambda stage: stage.blocks[0].mlp.fc2.bias.add_(1),
-        lambda stage: another_parameter(stage.blocks[0].mlp.fc1),
-        lambda stage: setattr(stage.blocks[0].norm1, "eps", 1.0),
-    ],
-    "layer": [
-        lambda layer: layer.mlp.dense1.weight.mul_(2),
-        lambda layer: another_parameter(layer.attention.key),
-        lambda layer: setattr(layer.layer_norm_1, "eps", 1.0),
-    ],
-}
-
-
-def test_a_change_within_is_noticed_by_the_operator(part, served, request):
-    own, fused, args = part
-    compiled = Compiled(fused)
-    before = compiled(*args)[0]
-    for change in CHANGES[request.node.callspec.params["part"]]:
-        for each in (own, fused):
-            change(each)
-        out, expected = compiled(*args)[0], own(*args)[0]
-        assert relative(before, expected) > 1e-3
-        assert relative(out, expected) < 1e-5
-        before = out
-    assert (compiled.counts, len(served)) == ([1], 4)
-
-
 def test_another_size_of_the_result_is_compiled_anew():
     own = ours().eval()
     fused = frozen(own).stage0
@@ -154,27 +110,6 @@ def test_another_size_of_the_result_is_compiled_anew():
     assert grid == (8, 8)
     assert relative(out, own.stage0(images())[0]) < 1e-5
     assert compiled.counts == [1, 1]
-
-
-@pytest.mark.parametrize(
-    ("make", "i", "args", "hooked"),
-    [
-        (microsoft, 2, (torch.randn(2, 32, 8, 8),), "blocks.0.norm2"),
-        (pvt_v2, 0, (torch.randn(2, 30, 16), 5, 6), "mlp"),
-        (vit, 0, (torch.randn(2, 17, 32),), "mlp"),
-        (clip, 0, (torch.randn(2, 17, 32), None), "mlp"),
-        (timm_vit, 0, (torch.randn(2, 19, 32),), "mlp"),
-        (timm_pvt_v2, 0, (torch.randn(2, 30, 16), (5, 6)), "mlp"),
-    ],
-)
-def test_a_hook_within_fires(make, i, args, hooked, served):
-    fused, seen = stages_of(frozen(make()))[i], []
-    compiled = Compiled(fused)
-    before = pytree.tree_leaves(compiled(*args))
-    fused.get_submodule(hooked).register_forward_hook(lambda module, args, out: seen.append(out.shape))
-    after = pytree.tree_leaves(compiled(*args))
-    assert (compiled.counts, len(seen), len(served)) == ([1], 1, 1)
-    assert all(relative(a, b) < 1e-5 for a, b in zip(after, before, strict=True))
 
 
 def test_what_cannot_be_served_is_traced(part, served):

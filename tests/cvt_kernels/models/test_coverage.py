@@ -8,7 +8,7 @@ from torch import nn
 
 import cvt_kernels as ck
 from cvt import CvTConfig, create_model
-from cvt_kernels import backends, choose
+from cvt_kernels import backends
 from cvt_kernels.models.coverage import BlockCoverage, Coverage
 from tests.checks import implementation, not_built, record_all_calls, record_calls
 from tests.upstream import UPSTREAMS, huggingface, images, microsoft, ours
@@ -53,25 +53,6 @@ def test_which_backends_served_each_block():
     assert {name for row in rows for name in row.backends.values()} == {"reference"}
     with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable):
         ck.coverage(model, images())
-
-
-def may_serve(operator):
-    return {name for name, _ in choose.chosen_backends(operator, torch.device("cpu"))} | {"sdpa"}
-
-
-def test_under_auto_it_reports_what_serves():
-    model = accelerated()
-    with ck.use_backend("auto"):
-        first, evaluation = (ck.coverage(model, images()).called for _ in range(2))
-        training = ck.coverage(model.train(), images()).called
-        assert {"attention", "conv_projection", "layer_norm"} <= evaluation.keys()
-        for called in (evaluation, training):
-            for operator, counts in called.items():
-                assert counts.keys() <= may_serve(operator), operator
-    assert evaluation.keys() - {"gather_rows"} == training.keys()
-    assert [sum(counts.values()) for counts in first.values()] == [
-        sum(counts.values()) for counts in evaluation.values()
-    ]
 
 
 @pytest.mark.parametrize("keeps", [(1.0, 0.5, 1.0, 1.0), 1.0], ids=str)

@@ -50,15 +50,6 @@ def test_depths_are_accurate(maps, dtype, freeze):
 
 
 @torch.no_grad()
-def test_images_of_several_sizes(maps):
-    ours, upstreams = made()
-    for size in ((32, 32), (32, 160), (96, 32)):
-        images = torch.randn(1, 3, *size)
-        torch.testing.assert_close(ours(images).predicted_depth, upstreams(images).predicted_depth)
-        assert maps.pop() == (1, 8, size[0] // 4, size[1] // 4)
-
-
-@torch.no_grad()
 def test_all_outputs_are_upstreams(maps):
     ours, upstreams = made()
     images = torch.randn(1, 3, 32, 64)
@@ -94,17 +85,6 @@ def test_a_hook_sees_what_it_sees_upstream(maps, path):
 
 
 @torch.no_grad()
-def test_hooks_on_other_parts_see_their_modules_called(maps):
-    ours, _ = made()
-    seen = []
-    for path in ("decoder.stages.2", "decoder.stages.3.fusion", "decoder.stages.3.convolution"):
-        ours.get_submodule(path).register_forward_hook(lambda *_: seen.append(1))
-    ours(torch.randn(1, 3, 32, 64))
-    assert len(seen) == 3
-    assert len(maps) == 1
-
-
-@torch.no_grad()
 def test_the_decoder_and_the_head_called_by_themselves_run_their_own_forward(maps):
     ours, upstreams = made()
     states = ours.glpn(torch.randn(1, 3, 32, 64), output_hidden_states=True).hidden_states
@@ -128,29 +108,6 @@ def test_training_and_gradients_run_upstreams_forward(maps):
     gradients = [model.head.head[0].weight.grad for model in (ours, upstreams)]
     torch.testing.assert_close(*gradients)
     assert not maps
-
-
-CHANGES = [
-    lambda model: setattr(model.head.config, "max_depth", 3),
-    lambda model: model.decoder.stages[3].fusion.convolutional_layer1[1].running_mean.add_(1),
-    lambda model: model.head.head.__setitem__(1, torch.nn.GELU()),
-    lambda model: model.decoder.final_upsample.__dict__.update(mode="nearest", align_corners=None),
-]
-
-
-@torch.no_grad()
-def test_changes_are_noticed(maps):
-    """Other changes of weights and modules are in tests/changes.py."""
-    ours, upstreams = made()
-    images = torch.randn(1, 3, 32, 64)
-    for change in CHANGES:
-        before = ours(images).predicted_depth
-        for model in (ours, upstreams):
-            change(model)
-        after = ours(images).predicted_depth
-        torch.testing.assert_close(after, upstreams(images).predicted_depth)
-        assert not torch.equal(before, after)
-    assert len(maps) == 5  # neither GELU nor other upsampling
 
 
 @torch.no_grad()

@@ -1,50 +1,30 @@
 """Graphs of accelerated models hold for all sizes that the plain model's hold for."""
 
 import copy
+import functools
 
 import pytest
 import torch
-from torch import nn
 
 import cvt_kernels as ck
-from cvt import create_model
-from cvt.factory import randomize
-from tests.upstream import (
-    ONE_STAGE,
-    dinov2,
-    glpn,
-    huggingface,
-    images,
-    logits,
-    microsoft,
-    pvt,
-    pvt_v2,
-    pvt_v2_linear,
-    relative,
-    segformer,
-)
+from tests import upstream
+from tests.upstream import Logits, images, logits, one_block, relative
 
 FEW = {"depths": [1, 1]}
 
 
-def one_stage():
-    """Returns a model of ours with a class token."""
-    model = create_model(ONE_STAGE)
-    randomize(model)
-    return model
-
-
 #: Small models by family, each with the sizes of four batches. PVT takes images of one size.
 FAMILIES = {
-    "huggingface": lambda: huggingface(embed_dim=[16], num_heads=[2], depth=[1], cls_token=[True]),
-    "microsoft": lambda: microsoft(embed_dims=(16,), num_heads=(2,), depths=(1,)),
-    "ours": one_stage,
-    "segformer": lambda: segformer(**FEW),
-    "pvt": lambda: pvt(**FEW),
-    "pvt_v2": lambda: pvt_v2(**FEW),
-    "pvt_v2_linear": lambda: pvt_v2_linear(**FEW),
-    "glpn": glpn,
-    "dinov2": dinov2,
+    **{
+        make.__name__: functools.partial(one_block, make)
+        for make in (upstream.huggingface, upstream.microsoft, upstream.ours)
+    },
+    "segformer": lambda: upstream.segformer(**FEW),
+    "pvt": lambda: upstream.pvt(**FEW),
+    "pvt_v2": lambda: upstream.pvt_v2(**FEW),
+    "pvt_v2_linear": lambda: upstream.pvt_v2_linear(**FEW),
+    "glpn": upstream.glpn,
+    "dinov2": upstream.dinov2,
 }
 SIZES = {name: [(2, 64, 96), (3, 96, 128), (9, 130, 70), (1, 64, 65)] for name in FAMILIES}
 SIZES["pvt"] = [(2, 70, 70), (3, 70, 70), (9, 70, 70), (1, 70, 70)]
@@ -59,17 +39,6 @@ def every_family(*quickest):
     tiers = dict.fromkeys(QUICK, pytest.mark.rest) | dict.fromkeys(quickest, ())
     marks = {name: tiers.get(name, pytest.mark.slow) for name in FAMILIES}
     return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in FAMILIES])
-
-
-class Logits(nn.Module):
-    """A model that returns logits alone."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return logits(self.model(x))
 
 
 def ways(name):
@@ -95,9 +64,9 @@ def test_exported_programs_take_all_sizes_that_the_models_take(name):
         sizes |= {i: 32 * torch.export.Dim(side, min=2, max=16) for i, side in ((2, "rows"), (3, "columns"))}
     elif name != "pvt":
         sizes |= {i: torch.export.Dim(side, min=64, max=512) for i, side in ((2, "height"), (3, "width"))}
-    plain = torch.export.export(Logits(own).eval(), (x,), dynamic_shapes=(sizes,))
+    plain = torch.export.export(Logits(own), (x,), dynamic_shapes=(sizes,))
     for model in fused:
-        program = torch.export.export(Logits(model).eval(), (x,), dynamic_shapes=(sizes,))
+        program = torch.export.export(Logits(model), (x,), dynamic_shapes=(sizes,))
         assert program.range_constraints == plain.range_constraints
         for size in others:
             assert relative(program.module()(images(*size)), logits(own(images(*size)))) < 1e-5

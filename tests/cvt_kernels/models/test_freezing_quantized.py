@@ -1,7 +1,6 @@
 """Frozen stages whose linear layers are LinearInt8, all or some."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from tests.cvt_kernels.models.served import (
     rows_of_stages,
     stages_of,
 )
-from tests.upstream import huggingface, images, in_float64, logits, ours, pvt_v2, segformer
+from tests.upstream import huggingface, images, in_float64, logits, ours, segformer
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -100,16 +99,6 @@ def test_layers_kept_in_float(make, kept, served):
     assert_served_alike(frozen(own), own, images(), served)
 
 
-def test_the_backend_that_calls_other_operators(served):
-    own = quantized(ours())
-    fused, x = frozen(own), images()
-    with ck.use_backend("composed", "reference"):
-        out = fused(x)
-    assert len(served) == 3
-    with ck.use_backend("reference"):
-        assert decibels(own(x), out) >= LEAST_DECIBELS
-
-
 def test_layer_scales_are_folded(served):
     own = quantized(
         small((16, 80, 96), (1, 5, 6), layer_scale=0.3, cls_token=(False, True, True), qkv_bias=False)
@@ -129,57 +118,3 @@ def test_other_dtypes(make, dtype, served):
     assert len(served) == len(outermost_of(own))
     assert out.dtype == dtype
     assert decibels(logits(own(x)), out) >= (20 if dtype == torch.bfloat16 else LEAST_IN_FLOAT64)
-
-
-@pytest.mark.parametrize("layer_scale", [None, 0.3])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: layers_of(model)[4].weight.neg_(),
-        lambda model: model.stage1.blocks[0].attn.proj.weight_scale.mul_(2),
-        lambda model: model.stage2.blocks[1].mlp.fc2.bias.add_(torch.arange(48) % 3),
-    ],
-    ids=["integers", "scales", "bias"],
-)
-def test_changes_are_noticed(change, layer_scale, served):
-    """Other changes of quantized models are in tests/changes.py."""
-    own, x = quantized(small(layer_scale=layer_scale)), images()
-    fused = frozen(own)
-    with ck.use_backend(*KERNELS):
-        before = fused(x)
-        for model in (own, fused):
-            change(model)
-        served.clear()
-        after = fused(x)
-        assert len(served) == 3
-        assert torch.equal(after, frozen(own)(x))
-    assert decibels(after, before) < LEAST_IN_FLOAT64
-
-
-@pytest.mark.parametrize("make", [huggingface, pvt_v2])
-def test_copies_pickles_and_restored_models(make, served):
-    own = quantized(make())
-    fused, x = frozen(own), images()
-    with ck.use_backend(*KERNELS):
-        expected = logits(fused(x))
-        for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-            served.clear()
-            assert torch.equal(logits(other(x)), expected)
-            assert len(served) == len(outermost_of(own))
-            assert other.state_dict().keys() == own.state_dict().keys()
-        served.clear()
-        ck.restore(fused)(x)
-        assert not served
-
-
-# Reports --------------------------------------------------------------------------------------------------
-
-
-def test_coverage_names_the_operators():
-    fused = frozen(quantized(ours()))
-    assert reasons(fused) == [None] * 3
-    with ck.use_backend("composed", "reference"):
-        found = rows_of_stages(fused, images())[1].backends
-    assert found["transformer_block"] == "composed"
-    assert {"linear_int8", "layer_norm_quantize", "attention"} <= found.keys()
-    assert not {"gelu", "linear_gelu"} & found.keys()

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import pickle
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from cvt_kernels.ops import token_selection
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
 from tests.checks import assert_accurate, not_built
 from tests.cvt.models import two_stages
-from tests.cvt_kernels.models.served import decibels, frozen, rows_of_stages, stages_of
+from tests.cvt_kernels.models.served import decibels, frozen, stages_of
 from tests.upstream import images, in_float64
 
 BACKENDS = [("reference",), ("composed", "reference"), *([] if not_built() else [("cpu", "reference")])]
@@ -146,44 +145,6 @@ def test_quantized_layers(backends, chosen, served):
         assert decibels(own(x), out) > 25
 
 
-def set_all(stage, name, value):
-    for block in stage.blocks:
-        setattr(block if name == "token_keep" else block.attn, name, value)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda stage: setattr(stage.blocks[1], "token_keep", 0.3),
-        lambda stage: setattr(stage.blocks[0], "token_keep", "entropy"),
-        lambda stage: setattr(stage.blocks[0], "token_keep", 1.0),
-        lambda stage: set_all(stage, "token_keep", 1.0),
-        lambda stage: set_all(stage, "pool", "avg"),
-    ],
-)
-def test_changed_settings_are_noticed(change, chosen, served):
-    own = make()
-    fused, x = frozen(own), images(2, 20, 20)
-    before = fused(x)
-    change(fused.stage1)
-    change(own.stage1)
-    out = fused(x)
-    assert len(served) == 4
-    assert not torch.equal(out, before)
-    torch.testing.assert_close(out, own(x), rtol=1e-4, atol=1e-5)
-
-
-def test_changed_bounds_are_noticed(chosen):
-    own = make("entropy", bounds=(0.2, 0.3))
-    fused, x = frozen(own), images(2, 20, 20)
-    fused(x)
-    fused.stage1.token_keep_bounds = (0.8, 0.9)
-    fused(x)
-    kept = [rows.shape[1] - 1 for rows in chosen.rows]
-    assert max(kept[:3]) < 9
-    assert kept[3] >= 20
-
-
 # Where it is served ---------------------------------------------------------------------------------------
 
 
@@ -195,14 +156,6 @@ def test_elsewhere_the_blocks_run():
     assert served_module.why_not_freezable(own.stage0, families.SERVED["cvt Stage"]) is None
 
 
-def test_coverage_names_the_operators():
-    fused = frozen(make())
-    with ck.use_backend("composed", "reference"):
-        row = rows_of_stages(fused, images())[1]
-    assert row.fused
-    assert {"transformer_block", "gather_rows", "scatter_rows"} <= set(row.backends)
-
-
 def test_under_torch_compile_a_stage_is_one_operator(chosen, served):
     """Its budgets are exact there too, since the compiler does not see them."""
     torch.compiler.reset()
@@ -212,15 +165,3 @@ def test_under_torch_compile_a_stage_is_one_operator(chosen, served):
     assert torch.equal(compiled(x), expected)
     assert len(served) == 4
     assert torch.equal(*chosen.rows)
-
-
-def test_copies_pickles_and_restored_models(served):
-    fused, x = frozen(make()), images(2, 20, 20)
-    out = fused(x)
-    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        served.clear()
-        assert torch.equal(other(x), out)
-        assert len(served) == 2
-    served.clear()
-    torch.testing.assert_close(ck.restore(fused)(x), out, rtol=1e-4, atol=1e-5)
-    assert not served

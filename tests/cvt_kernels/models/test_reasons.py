@@ -14,7 +14,10 @@ from torch.nn.utils import parametrize
 
 import cvt_kernels as ck
 from cvt_kernels.ops.linear_int8.modules import LinearInt8
+from tests import microsoft_cvt
 from tests.cvt_kernels.models.served import inputs, outermost_of
+from tests.cvt_kernels.models.test_encoders import SIZES, TEXT, VIT, made
+from tests.timm_models import timm_models
 from tests.upstream import (
     assert_same_step,
     glpn,
@@ -24,8 +27,11 @@ from tests.upstream import (
     microsoft,
     ours,
     pvt_v2,
+    pvt_v2_linear,
     relative,
     segformer,
+    timm_pvt_v2,
+    timm_vit,
 )
 
 # Changes, each of a module; one that returns a module puts it in the place. -------------------------------
@@ -92,6 +98,11 @@ def wider(conv):
     return nn.Conv2d(conv.in_channels, conv.in_channels, 5, 1, 2, groups=conv.groups)
 
 
+def pointwise(bias, stride=1):
+    """Returns a change that puts a convolution of single pixels in the place."""
+    return lambda conv: nn.Conv2d(conv.in_channels, conv.out_channels, 1, stride, bias=bias)
+
+
 def overlapping(conv):
     return nn.Conv2d(conv.in_channels, conv.in_channels, 2, 1)
 
@@ -111,7 +122,7 @@ class Case(NamedTuple):
     is_quantized: bool = False
 
 
-def _projection(make):
+def _parts(make):
     """Returns row, and the paths of a projection, its parts, a norm and an activation of a block."""
     if make is huggingface:
         row, names = "cvt.encoder.stages.1.layers.0", ("convolution", "normalization")
@@ -125,7 +136,7 @@ def _projection(make):
 
 def _live_cvt():
     for make in (huggingface, microsoft):
-        row, paths = _projection(make)
+        row, paths = _parts(make)
         _, conv, bn, norm, act = paths
         yield from (Case(make, row, path, hook, f"{path} has forward hooks") for path in paths)
         for path, change, reason in (
@@ -161,14 +172,37 @@ def _live_pyramids():
             (norm, setting("eps", 0.0), "LayerNorm has eps = 0, expected more than 0"),
             (act, by(nn.ReLU), "is a ReLU, expected GELU or "),
             ("mlp.dwconv.dwconv", wider, "the convolution is not one of 3×3"),
-            (
-                _reduction(make, row),
-                overlapping,
-                "the reduction has stride (1, 1), expected its kernel size, (2, 2)",
-            ),
+            (_reduction(make, row), overlapping, "the reduction has stride (1, 1), expected its kernel size"),
         ):
             yield Case(make, row, path, change, reason)
 
+
+class Louder(microsoft_cvt.Mlp):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Shifted(microsoft_cvt.Attention):
+    def forward_conv(self, x, h, w):
+        return super().forward_conv(x + 1, h, w)
+
+
+def _projection():
+    """Returns the path of a projection of a decode head, which differs by the version."""
+    modules = segformer().decode_head.named_modules()
+    return next(path for path, module in modules if path.endswith(".1.proj"))
+
+
+_OF_OTHERS = [
+    (microsoft, "stage0.blocks.0", "mlp", setting("__class__", Louder), "mlp is a Louder"),
+    (
+        *(microsoft, "stage2.blocks.1", "attn", setting("__class__", Shifted)),
+        "forward_conv of attn is not that of Microsoft's Attention",
+    ),
+    (segformer, "decode_head", _projection(), hook, "1.proj has forward hooks"),
+    (segformer, "decode_head", "linear_fuse", pointwise(True), "linear_fuse has a bias"),
+    (segformer, "decode_head", "classifier", pointwise(True, 2), "classifier is not a 1×1 convolution"),
+]
 
 _PEFT = "is a peft.tuners.lora.layer.Linear; merge_and_unload() of the model"
 #: Of the second stage of ours, and of the first layer of a PVT v2.
@@ -178,11 +212,7 @@ _OF_STAGE = [
     ("blocks.0.attn.proj_q", own_forward, "blocks.0.attn.proj_q has a forward of its own"),
     ("blocks.0.mlp.fc1", with_identity, "is a Sequential, expected a plain nn.Linear or LinearInt8"),
     ("blocks.0.attn.conv_proj_v.bn", training, "a module within it is in training mode"),
-    (
-        "blocks.0.attn.conv_proj_q.conv",
-        setting("padding_mode", "reflect"),
-        "a convolution pads by 'reflect'",
-    ),
+    ("blocks.0.attn.conv_proj_q.conv", setting("padding_mode", "reflect"), "a convolution pads by 'reflect'"),
     ("blocks.0.norm1", by(nn.Identity), "norm1 is a Identity, expected LayerNorm"),
     *(
         (place, by(make), f"{place} is a {name}, which upstream does not have there")
@@ -196,8 +226,6 @@ _OF_STAGE = [
     ),
 ]
 _OF_LAYER = [
-    ("mlp.dwconv", hook, "mlp.dwconv has forward hooks"),
-    ("attention.query", own_forward, "attention.query has a forward of its own"),
     ("mlp.dense1", with_identity, "mlp.dense1 is a Sequential, expected a plain nn.Linear or LinearInt8"),
     ("attention.query", of_class("Linear", nn.Linear, "peft.tuners.lora.layer"), f"attention.query {_PEFT}"),
     ("layer_norm_2", of_class("LayerNorm", nn.LayerNorm, "apex"), "layer_norm_2 is a apex.LayerNorm"),
@@ -205,12 +233,7 @@ _OF_LAYER = [
     ("mlp.intermediate_act_fn", by(nn.ReLU), "mlp.intermediate_act_fn is a ReLU"),
     ("attention.spatial_reduction", setting("stride", (1, 1)), "the reduction has stride (1, 1)"),
     ("mlp.dropout", training, "a module within it is in training mode"),
-    ("layer_norm_2", by(nn.Identity), "layer_norm_2 is a Identity, expected LayerNorm"),
-    (
-        "drop_path",
-        by(lambda: nn.LayerNorm(16)),
-        "drop_path is a LayerNorm, which upstream does not have there",
-    ),
+    ("drop_path", by(lambda: nn.LayerNorm(16)), "drop_path is a LayerNorm, which upstream does not have"),
 ]
 _QUANTIZED = [
     ("blocks.0.mlp.fc1", hook, "blocks.0.mlp.fc1 has forward hooks"),
@@ -219,6 +242,7 @@ _QUANTIZED = [
 CASES = [
     *_live_cvt(),
     *_live_pyramids(),
+    *(Case(*case) for case in _OF_OTHERS),
     *(Case(ours, "stage1", *case, is_frozen=True) for case in _OF_STAGE),
     *(Case(microsoft, "stage1", *case, is_frozen=True) for case in _OF_STAGE if "upstream does" in case[2]),
     *(Case(pvt_v2, _FIRST_LAYERS[pvt_v2][0], *case, is_frozen=True) for case in _OF_LAYER),
@@ -269,3 +293,96 @@ def test_a_training_step_runs_them(case, is_later):
         ck.accelerate(fused, freeze=False)
     fused = ck.accelerate(changed(fused, case), freeze=False)
     assert_same_step(changed(own, case), fused, images(), 2e-5)
+
+
+# Models that are refused whole ----------------------------------------------------------------------------
+
+
+class OtherBlock(microsoft_cvt.Block):
+    def forward(self, x, size):
+        return super().forward(x, *size)
+
+
+OtherBlock.__name__ = "Block"
+
+
+def of_another_signature():
+    block = microsoft().stage0.blocks[0]
+    block.__class__ = OtherBlock
+    return block
+
+
+def hooked():
+    model = microsoft().eval()
+    for stage in (model.stage0, model.stage1, model.stage2):
+        hook(stage.get_submodule("blocks.0.mlp.fc1"))
+    return model
+
+
+def with_gates():
+    model = timm_vit()
+    for block in model.blocks:
+        block.attn.gate = nn.Linear(32, 32)
+    return model
+
+
+def with_attention_by_name():
+    model = segformer()
+    model.config._attn_implementation = "eager"
+    return model
+
+
+def of_timms(name):
+    return getattr(timm_models("vision_transformer"), name)
+
+
+_TRAINING = r"model: is in training mode, expected model.eval\(\)"
+_NORM = "a timm.layers.norm.LayerNorm, expected Identity"
+_IMAGES = VIT | {"image_size": [32, 32], "patch_size": [8, 8]}
+_SWIN = {"image_size": 32, "embed_dim": 16, "depths": [1], "num_heads": [1]}
+#: Makers of models, and what ``accelerate`` says of them.
+REFUSED = [
+    (lambda: nn.Sequential(nn.LayerNorm(4)), "got Sequential of torch, expected a model with blocks"),
+    (lambda: microsoft(method="linear").stage0.blocks[0], "itself: conv_proj_q is not a Sequential"),
+    (of_another_signature, "forward takes x, size; expected x, h, w"),
+    (lambda: made("Dinov2Model", **SIZES, use_swiglu_ffn=True), "the MLP is a SwiGLU"),
+    (lambda: made("BeitModel", **VIT, use_relative_position_bias=True), "its scores have a bias by position"),
+    (lambda: made("SwinModel", **_SWIN), "it attends in windows"),
+    (lambda: made("DINOv3ViTModel", **VIT), r"its queries and keys are rotated by position \(RoPE\)"),
+    (lambda: made("InternVLVisionModel", **_IMAGES), "its queries and keys may be normalized"),
+    (lambda: made("CLIPTextModel", **TEXT), "attention is causal"),
+    (lambda: made("ViTModel", **VIT, hidden_act="relu"), "is a ReLU, expected GELU or QuickGELU"),
+    (lambda: timm_vit(qk_norm=True), f"attn.q_norm is {_NORM}"),
+    (lambda: timm_vit(scale_attn_norm=True), f"attn.norm is {_NORM}"),
+    (lambda: timm_vit(scale_mlp_norm=True), f"mlp.norm is {_NORM}"),
+    (with_gates, "attn.gate is a Linear, expected Identity"),
+    (lambda: timm_vit(mlp_layer=of_timms("SwiGLUPacked")), "mlp is a GluMlp"),
+    (lambda: timm_vit(act_layer=nn.ReLU), "mlp.act is a ReLU, expected GELU or QuickGELU"),
+    (lambda: timm_vit(norm_layer=nn.RMSNorm), "norm1 is a RMSNorm, expected LayerNorm"),
+    (lambda: timm_vit(block_fn=of_timms("ResPostBlock")), "its LayerNorms come after attention and the MLP"),
+    (lambda: timm_pvt_v2(linear=True), "its attention is linear"),
+]
+#: The same with ``freeze=True``.
+NOT_FROZEN = [
+    (lambda: huggingface().train(), _TRAINING),
+    (lambda: pvt_v2().train(), _TRAINING),
+    (lambda: ours().eval().stage0.blocks[0], "got Block of cvt, expected one with a whole stage"),
+    (lambda: pvt_v2().pvt_v2.encoder.layers[0].blocks[0].attention, "got PvtV2SelfAttention of transformers"),
+    (pvt_v2_linear, r"none of the 3 layers .*: its attention is linear, which no operator"),
+    (hooked, r"none of the 3 stages .*stage0: blocks.0.mlp.fc1 has forward hooks"),
+    (with_attention_by_name, r"none of the 3 layers of SegformerFor\w+ can be frozen.*'eager'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "message", "freeze"),
+    [*((*each, None) for each in REFUSED), *((*each, True) for each in NOT_FROZEN)],
+)
+def test_models_that_are_refused_stay_as_they_are(make, message, freeze):
+    model = make()
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=message) as error:
+        ck.accelerate(model, freeze=freeze)
+    assert [type(module) for module in model.modules()] == classes
+    if "is supported; the first" in str(error.value):
+        assert str(error.value).endswith(ck.coverage(model)[0].reason)

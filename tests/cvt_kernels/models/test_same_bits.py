@@ -8,41 +8,25 @@ import pytest
 import torch
 
 import cvt_kernels as ck
+from tests import upstream
 from tests.processes import run_python
-from tests.upstream import (
-    KERNELS_FIRST,
-    clip,
-    dinov2,
-    glpn,
-    huggingface,
-    images,
-    logits,
-    microsoft_plain,
-    ours,
-    pvt,
-    pvt_v2,
-    pvt_v2_linear,
-    segformer,
-    timm_pvt_v2,
-    timm_vit,
-    vit,
-)
+from tests.upstream import images, logits
 
 #: The families, and the height and width of images, which fill no tile of a kernel; PVT is made for its own.
 SIZES = {
-    huggingface: (160, 224),
-    microsoft_plain: (160, 224),
-    ours: (160, 224),
-    segformer: (160, 224),
-    pvt: (70, 70),
-    pvt_v2: (288, 512),
-    pvt_v2_linear: (160, 224),
-    glpn: (160, 224),
-    vit: (32, 32),
-    dinov2: (160, 224),
-    clip: (32, 32),
-    timm_vit: (32, 32),
-    timm_pvt_v2: (160, 224),
+    upstream.huggingface: (160, 224),
+    upstream.microsoft_plain: (160, 224),
+    upstream.ours: (160, 224),
+    upstream.segformer: (160, 224),
+    upstream.pvt: (70, 70),
+    upstream.pvt_v2: (288, 512),
+    upstream.pvt_v2_linear: (160, 224),
+    upstream.glpn: (160, 224),
+    upstream.vit: (32, 32),
+    upstream.dinov2: (160, 224),
+    upstream.clip: (32, 32),
+    upstream.timm_vit: (32, 32),
+    upstream.timm_pvt_v2: (160, 224),
 }
 FAMILIES = {make.__name__: make for make in SIZES}
 #: The ways to serve a model, by ``freeze``.
@@ -67,7 +51,7 @@ def bits_of(family, *threads):
             digests = found[way, str(dtype)] = []
             for count in threads:
                 torch.set_num_threads(count)
-                with torch.inference_mode(), ck.use_backend(*KERNELS_FIRST):
+                with torch.inference_mode(), ck.use_backend(*upstream.KERNELS_FIRST):
                     out = logits(model(x)).contiguous()
                 digests.append(hashlib.sha256(out.view(torch.uint8).numpy().tobytes()).hexdigest()[:8])
     finally:

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import weakref
 
 import pytest
@@ -13,17 +12,7 @@ from cvt_kernels import graphs, machine
 from cvt_kernels.models import served as served_module
 from cvt_kernels.ops import weight_cache
 from tests.cvt_kernels.models.served import MODELS, inputs, outermost_of
-from tests.upstream import (
-    huggingface,
-    images,
-    logits,
-    microsoft,
-    ours,
-    pvt,
-    pvt_v2,
-    relative,
-    segformer,
-)
+from tests.upstream import huggingface, images, logits, microsoft, ours, pvt, pvt_v2, relative, segformer
 
 every_model = pytest.mark.parametrize("make", MODELS)
 
@@ -49,30 +38,6 @@ def test_it_trains_and_serves_in_turns(make, served):
         logits(model.train()(x)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("freeze", [None, True])
-@every_model
-def test_it_is_copied_pickled_restored_and_accelerated_again(make, freeze, served):
-    model, x = accelerated(make), inputs(make)
-    own = ck.restore(copy.deepcopy(model))
-    names = [type(module).__name__ for module in own.modules()]
-    ck.accelerate(model, freeze=freeze)
-    assert [type(module).__name__ for module in model.modules()] == names
-    assert all(row.fused for row in ck.coverage(model))
-    others = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), ck.accelerate(model, freeze=freeze)
-    with torch.no_grad():
-        expected = logits(model(x))
-        for other in (*others, copy.deepcopy(model)):
-            served.clear()
-            assert torch.equal(logits(other(x)), expected)
-            assert len(served) == len(outermost_of(model))
-            assert other.state_dict().keys() == own.state_dict().keys()
-        served.clear()
-        assert [type(m) for m in ck.restore(model).modules()] == [type(m) for m in make().modules()]
-        assert not any("cvt_kernels" in name for module in model.modules() for name in vars(module))
-        model.train()(x)
-    assert served == []
 
 
 @pytest.mark.parametrize("freeze", [False, None, True])

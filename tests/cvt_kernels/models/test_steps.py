@@ -5,14 +5,11 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import cvt_kernels as ck
 from cvt_kernels import backends
 from cvt_kernels.changes import KNOWN
 from cvt_kernels.models import served as served_module
-from cvt_kernels.ops import weight_cache
-from tests.checks import add_marked_backend
 from tests.cvt_kernels.models.served import stages_of
 from tests.upstream import segformer
 
@@ -52,39 +49,6 @@ def test_later_calls_take_the_steps(layer, binds):
     assert len(binds) == 1
     call(torch.randn(3, 24, first.shape[2]))
     assert len(binds) == 2
-
-
-def test_states_of_the_process(layer, binds):
-    layer, call = layer
-    call()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        call()
-    finally:
-        torch.set_num_threads(threads)
-    assert len(binds) == 2
-    with ck.use_backend("reference"):
-        call()
-    assert len(steps_of(layer)) == 3  # one of them None, since the reference binds nothing
-    call()
-    assert len(binds) == 3
-    add_marked_backend("cpu", 1.0)  # which may serve instead
-    call()
-    assert (len(binds), len(steps_of(layer))) == (4, 1)
-
-
-def test_none_serve_where_copies_are_noted_or_a_mode_watches(layer, binds):
-    layer, call = layer
-    call()
-    (key,) = steps_of(layer)
-    steps_of(layer)[key] = None  # what would serve raises no error, and is not asked
-    with weight_cache.noted_uses():
-        call()
-    with FlopCounterMode(display=False):
-        call()
-    assert steps_of(layer) == {key: None}
-    assert len(binds) == 1
 
 
 def test_memory_is_released(layer, binds):

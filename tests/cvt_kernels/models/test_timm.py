@@ -71,46 +71,6 @@ def test_every_model_is_served(name, freeze, dtype):
     assert [type(module) for module in ck.restore(model).modules()] == classes
 
 
-def with_gates():
-    model = timm_vit()
-    for block in blocks_of(model):
-        block.attn.gate = nn.Linear(32, 32)
-    return model
-
-
-def of_timms(name):
-    return getattr(timm_models("vision_transformer"), name)
-
-
-NORM = "a timm.layers.norm.LayerNorm, expected Identity"
-REASONS = {
-    "normalized queries": (lambda: timm_vit(qk_norm=True), f"attn.q_norm is {NORM}"),
-    "normalized heads": (lambda: timm_vit(scale_attn_norm=True), f"attn.norm is {NORM}"),
-    "a normalized MLP": (lambda: timm_vit(scale_mlp_norm=True), f"mlp.norm is {NORM}"),
-    "gated attention": (with_gates, "attn.gate is a Linear, expected Identity"),
-    "SwiGLU": (lambda: timm_vit(mlp_layer=of_timms("SwiGLUPacked")), "mlp is a GluMlp"),
-    "ReLU": (lambda: timm_vit(act_layer=nn.ReLU), "mlp.act is a ReLU, expected GELU or QuickGELU"),
-    "other norms": (lambda: timm_vit(norm_layer=nn.RMSNorm), "norm1 is a RMSNorm, expected LayerNorm"),
-    "norms behind": (
-        lambda: timm_vit(block_fn=of_timms("ResPostBlock")),
-        "its LayerNorms come after attention and the MLP",
-    ),
-    "linear attention": (lambda: timm_pvt_v2(linear=True), "its attention is linear"),
-}
-
-
-@pytest.mark.parametrize("name", REASONS)
-def test_others_stay_as_they_are_and_say_why(name):
-    make, reason = REASONS[name]
-    model = make()
-    classes = [type(module) for module in model.modules()]
-    with pytest.raises(ValueError, match=r"none of the \d blocks .* is supported; the first, ") as error:
-        ck.accelerate(model)
-    assert reason in str(error.value)
-    assert [type(module) for module in model.modules()] == classes
-    assert all(not row.fused and row.reason.startswith(reason) for row in ck.coverage(model))
-
-
 def test_a_block_that_looks_like_timms_is_not_taken_for_it():
     """Its arithmetic may be another one."""
     model = timm_vit()
@@ -159,23 +119,6 @@ def test_grids_in_one_argument(served):
         block(x)
     with pytest.raises(TypeError, match="unflatten"):
         block(x, 24)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("make", TIMMS)
-def test_attention_without_sdpa_reads_its_scale(make):
-    own, x = make(), images(2, 32, 32)
-    model = ck.accelerate(copy.deepcopy(own))
-    results = [model(x)]
-    for settings in ({"scale": 3.0}, {"fused_attn": False}, {"scale": 0.1}):
-        for each in (own, model):
-            for block in blocks_of(each):
-                vars(block.attn).update(settings)
-        results.append(model(x))
-        assert relative(results[-1], own(x)) < 1e-5
-    assert all(row.fused for row in ck.coverage(model))
-    assert torch.equal(results[0], results[1])  # which scaled_dot_product_attention does not read
-    assert relative(results[2], results[1]) > 1e-3 < relative(results[3], results[2])
 
 
 @torch.no_grad()

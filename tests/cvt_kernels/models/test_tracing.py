@@ -11,17 +11,16 @@ import torch
 from torch import nn
 
 import cvt_kernels as ck
-from cvt import create_model
-from cvt.factory import randomize
 from cvt_kernels import backends
 from tests.checks import not_built
 from tests.processes import run_python
 from tests.upstream import (
-    ONE_STAGE,
+    Logits,
     glpn,
     huggingface,
     images,
     microsoft,
+    one_block,
     ours,
     pvt,
     pvt_v2,
@@ -37,23 +36,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
 ]
 
-BATCH = {0: torch.export.Dim("batch")}
 FOUR_STAGES = {
     "num_encoder_blocks": 4, "depths": [1] * 4, "hidden_sizes": [8, 8, 16, 16],
     "num_attention_heads": [1, 1, 2, 2], "patch_sizes": [7, 3, 3, 3], "strides": [4, 2, 2, 2],
     "mlp_ratios": [2] * 4, "sr_ratios": [4, 2, 1, 1],
 }  # fmt: skip
-
-
-class Logits(nn.Module):
-    """Hugging Face's model, returning logits alone."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x).logits
 
 
 @pytest.fixture(autouse=True)
@@ -63,18 +50,7 @@ def _no_request():
 
 def alone(model):
     """Returns a model that returns logits alone."""
-    return Logits(model).eval() if hasattr(model, "cvt") else model
-
-
-def small(make):
-    """Returns a model of one block, with a class token, for what takes long per operator."""
-    if make is huggingface:
-        return make(embed_dim=[16], num_heads=[2], depth=[1], cls_token=[True])
-    if make is microsoft:
-        return make(embed_dims=(16,), num_heads=(2,), depths=(1,))
-    model = create_model(ONE_STAGE)
-    randomize(model)
-    return model
+    return Logits(model) if hasattr(model, "cvt") else model
 
 
 def models(make, own):
@@ -127,30 +103,6 @@ def test_onnx_by_the_old_exporter(make):
                 assert relative(torch.from_numpy(out), own(x)) < 1e-5
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("make", "strict"), [(huggingface, False), (microsoft, False), (ours, False), (ours, True)]
-)
-@pytest.mark.slow
-def test_exported_programs_hold_pytorchs_own(make, strict):
-    for model, own in models(make, small(make)):
-        program = torch.export.export(model, (images(),), dynamic_shapes=(BATCH,), strict=strict)
-        assert_records_own(str(node.target) for node in program.graph.nodes if node.op == "call_function")
-        with ck.use_backend("sdpa", "reference"):
-            assert relative(program.module()(images(5)), own(images(5))) < 1e-5
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("make", [huggingface, microsoft])
-def test_symbolic_traces(make):
-    for model, own in models(make, make()):
-        graph = torch.fx.symbolic_trace(copy.deepcopy(own)).graph
-        traced = torch.fx.symbolic_trace(model)
-        assert [node.op for node in traced.graph.nodes] == [node.op for node in graph.nodes]
-        with ck.use_backend("sdpa", "reference"):
-            assert relative(traced(images()), own(images())) < 1e-5
-
-
 class OfMaps(nn.Module):
     """A head of four maps."""
 
@@ -171,7 +123,7 @@ class Leaves(torch.fx.Tracer):
 
 @torch.no_grad()
 @pytest.mark.parametrize("freeze", [None, True, False])
-@pytest.mark.parametrize("make", [huggingface, pvt, pvt_v2, glpn])
+@pytest.mark.parametrize("make", [huggingface, microsoft, pvt, pvt_v2, glpn])
 def test_symbolic_traces_of_whole_models(make, freeze):
     """By their own forwards, whose other arguments are constants and ``**kwargs`` are not used."""
     own = make().eval()
@@ -197,7 +149,7 @@ def test_symbolic_traces_of_a_decode_head(freeze):
 
 @torch.no_grad()
 def test_files_need_nothing_of_this_package(tmp_path):
-    model, own = next(models(ours, small(ours)))
+    model, own = next(models(ours, one_block(ours)))
     x = images()
     torch.jit.trace(model, x, check_trace=False).save(tmp_path / "model.ts")
     torch.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
@@ -222,7 +174,7 @@ torch.save([out.detach() for out in outs], folder + "/outs.pt")
 @pytest.mark.skipif(not_built(), reason="there is no C++ compiler")
 def test_requested_kernels():
     """They become operators of an exported program, and cannot be part of a trace."""
-    model, own = next(models(huggingface, small(huggingface)))
+    model, own = next(models(huggingface, one_block(huggingface)))
     with ck.use_backend("cpu", "sdpa", "reference"):
         program = torch.export.export(model, (images(),))
     assert [node for node in program.graph.nodes if str(node.target).startswith("cvt_kernels.")]
