@@ -7,7 +7,6 @@ import cvt_kernels as ck
 from cvt_kernels import machine
 from cvt_kernels.launch import launching
 from cvt_kernels.ops.conv_linear import few_rows, stacked
-from cvt_kernels.ops.conv_projection.triton.common import Geometry
 from tests.checks import assert_accurate
 from tests.cvt_kernels.ops.test_accesses import project_few, project_linearly, random_conv
 
@@ -67,23 +66,6 @@ def test_a_large_mean_cancels():
         for dtype in (torch.float16, torch.float64)
     )
     assert_accurate(out[None], same, exact)
-
-
-@pytest.mark.parametrize(
-    ("batch", "size", "channels", "expected"),
-    [
-        (1, 56, 64, 64), (1, 28, 192, 32), (1, 14, 384, 16), (2, 28, 192, 64), (2, 14, 384, 32),
-        (4, 14, 384, None), (2, 56, 64, None), (256, 14, 384, None), (1, 24, 1024, None),
-    ],
-)  # fmt: skip
-def test_all_programs_run_at_once(batch, size, channels, expected):
-    with torch.device("meta"):
-        x = torch.empty(batch, size**2, channels, dtype=torch.bfloat16)
-        geometry = Geometry((size, size), (1, 2, 2))
-    with launching.recorded_launches(H200):
-        assert few_rows.tile_rows(x, geometry, channels) == expected
-        assert few_rows.tile_rows(x.float(), geometry, channels) is None
-        assert few_rows.tile_rows(torch.cat([x, x], dim=2)[..., :channels], geometry, channels) is None
 
 
 def test_changes_of_a_convolution_are_noticed():

@@ -10,7 +10,7 @@ import cvt_kernels as ck
 from cvt_kernels import backends, launch
 from cvt_kernels.launch import launching
 from cvt_kernels.launch.records import Product
-from cvt_kernels.ops.linear.triton import autograd, forward
+from cvt_kernels.ops.linear.triton import autograd
 from tests.checks import assert_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,17 +80,6 @@ def test_weights_that_are_not_aligned_are_read_without_descriptors():
     (launch,) = launches_of(ck.linear_add, x, unaligned, bias, residual)
     assert not launch.arguments["SPEC"].has_descriptors
     assert_agree(ck.linear_add, [x, unaligned, bias, residual])
-
-
-@pytest.mark.parametrize("capability", [80, 90, 100, 120])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_chips_with_descriptors(capability, dtype):
-    x, weight, bias, residual = (t.to("meta") for t in make_layer(300, 64, 64, dtype))
-    with launching.recorded_launches(launching.Chip(capability, 2)) as launches:
-        forward.linear_gelu_forward(x, weight, bias, "quick", False)
-        forward.linear_add_forward(x, weight, bias, residual, torch.empty_like(residual))
-    expected = capability in (90, 100) and dtype == torch.float16
-    assert [launch.arguments["SPEC"].has_descriptors for launch in launches] == [expected] * 2
 
 
 def test_float32_parameters_of_the_norm_beside_16_bits():

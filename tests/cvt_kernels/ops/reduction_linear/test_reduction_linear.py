@@ -9,7 +9,7 @@ from cvt_kernels import backends, machine
 from cvt_kernels.launch import launching
 from cvt_kernels.ops import reduction_linear
 from tests.checks import recorded_operators
-from tests.cvt_kernels.ops.agreement import made_of
+from tests.contract.examples import made_of
 
 SIZES = [
     {"height": 9, "width": 14, "channels": 40, "kernel": 4, "outputs": 40},
