@@ -47,6 +47,9 @@ SIZES = {
             batch=1 queries=784 keys=196 heads=3 channels=64 dtype=bfloat16
             batch=1 queries=197 keys=50 heads=6 channels=64 dtype=float16
             batch=1 queries=577 keys=2304 heads=1 channels=64 dtype=float64
+            position=rows queries=6 height=3 width=5 key_height=2 key_width=3 stride=2 class_token=True
+            position=table height=2 width=20 key_height=2 key_width=20 class_token=True
+            position=table height=2 width=3 key_height=3 key_width=4
         """,
         "triton": """
             batch=1 queries=70 keys=50 heads=6 channels=64 dtype=float16
@@ -63,6 +66,9 @@ SIZES = {
             bias=keys excluded=some
             queries=6 keys=70 channels=16 bias=matrix excluded=all
             queries=6 keys=5 channels=16 bias=matrix excluded=most
+            position=rows queries=6 height=3 width=5 key_height=2 key_width=3 stride=2 class_token=True
+            position=table height=2 width=20 key_height=2 key_width=20 class_token=True
+            position=table height=2 width=3 key_height=3 key_width=4
         """,
     },
     "conv_projection": {

@@ -149,16 +149,6 @@ print(clock.waited_seconds() - before)
     assert float(result.stdout) > 0.03, result.stderr
 
 
-def test_caches_of_every_thread_are_flushed_by_the_real_clock():
-    assert clock._flush_buffer("cpu", 3).nbytes == 3 * 2**22
-    calls = []
-    slow, fast = clock.cold_seconds_in_turns(
-        [lambda: clock.time.sleep(0.02), lambda: calls.append(1)], CPU, 0.0, fewest=2, most=2
-    )
-    assert min(slow) >= 0.02 > min(fast) > 0
-    assert len(calls) == 2
-
-
 @pytest.mark.gpu
 def test_a_gpu_is_timed_with_and_without_a_graph():
     x = torch.randn(4096, 4096, device="cuda")
@@ -200,21 +190,6 @@ def test_peak_memory_counts_tensors_that_live_at_once():
 
 
 # Ceilings -------------------------------------------------------------------------------------------------
-
-
-def test_rates_by_a_clock_that_stands(monkeypatch):
-    calls = []
-
-    def fastest(function, device):
-        function()
-        calls.append(function)
-        return 0.5 * len(calls)
-
-    monkeypatch.setattr(clock, "fastest", fastest)
-    assert clock.copy_bandwidth("cpu", 1000) == 2 * 1000 / 0.5
-    # The product by a linear layer, and the same by a convolution, which is slower here.
-    assert clock.product_rate("cpu", torch.float32, 16) == 2 * 16**3 / 1.0
-    assert len(calls) == 3
 
 
 # Who measures ---------------------------------------------------------------------------------------------
