@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import cvt_kernels as ck
 from cvt_kernels import backends, choose
 from cvt_kernels.backends import Implementation
+from cvt_kernels.ops.cards import call_public
 from tests.checks import add_marked_backend, needs_extension, remember_entry
 from tests.contract.examples import EXAMPLES, ROUNDING, example
 from tests.fuzz.cases import CHOICES
