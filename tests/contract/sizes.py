@@ -298,7 +298,7 @@ REFUSED = """
     layer_norm_mlp triton: channels=129 | rows have 129 channels, more than 128
     layer_norm_mlp triton: rows=0 | there are no rows
     layer_norm_mlp triton: channels=64 outputs=520 | 520 hidden features of 64 channels do not fit
-    linear convolution: dtype=float64 | no advantage in float64
+    linear convolution: dtype=float64 | has no advantage in float64
     linear float32: dtype=float32 | serves 16-bit tensors only
     linear float32: dtype=bfloat16 gradient=all | has no gradients
     linear_gelu triton: rows=0 | the batch is empty
