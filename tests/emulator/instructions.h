@@ -156,13 +156,8 @@ template <class T, class F> Handler reduce(F) {  // d, a, members
 void warp_barrier(Warp& w, const Instruction& i, u32 mask) {
     if (together(w, mask, get<u32>(w.r + i.o[0], std::countr_zero(mask)))) ++w.sync;
 }
-void count_matrices(Warp& w, const Instruction& i) {  // of which each is eight rows of 16 bytes
-    u32 addresses[32];
-    for (int l = 0; l < 8 * i.a; ++l) addresses[l] = get<u32>(w.r + i.o[i.a], l) + u32(i.b);
-    count_wavefronts(w, i, addresses, 8 * i.a, 16);
-}
 template <bool Transposed> void load_matrices(Warp& w, const Instruction& i, u32 mask) {
-    together(w, mask, ~0u), count_matrices(w, i);
+    together(w, mask, ~0u);
     u16 rows[8][8] = {};
     for (int k = 0; k < i.a; ++k) {
         for (int row = 0; row < 8; ++row) {
@@ -179,7 +174,7 @@ template <bool Transposed> void load_matrices(Warp& w, const Instruction& i, u32
     }
 }
 template <bool Transposed> void store_matrices(Warp& w, const Instruction& i, u32 mask) {
-    together(w, mask, ~0u), count_matrices(w, i);
+    together(w, mask, ~0u);
     for (int k = 0; k < i.a; ++k) {
         u16 rows[8][8];
         for (int l = 0; l < 32; ++l)
