@@ -152,6 +152,18 @@ def served(operator: str, backend: str, name: str, **settings: Any) -> Example:
     return made
 
 
+def gradient_of(operator: str, backend: str) -> str:
+    """Returns the setting of gradients: of all arguments where there are gradients."""
+    return "all" if has_gradients(operator, backend) else "none"
+
+
+def made_of(operator: str, backend: str, name: str = "usual", **settings: Any) -> Example:
+    """Makes an example that a backend must serve, with all gradients that it has and other settings."""
+    made = example(operator, backend, name, **{"gradient": gradient_of(operator, backend)} | settings)
+    assert made.why_refused() is None
+    return made
+
+
 def _laid_out(tensor: Tensor, layout: str) -> Tensor:
     """Returns a tensor in a layout; integers stay as they are."""
     if not tuner._is_fine(tensor) or layout in ("contiguous", "expanded"):
@@ -225,6 +237,20 @@ def run(made: Example, *, call: tuner.Call | None = None) -> tuner.Results:
     call = made.call.map(tuner._copied) if call is None else call
     outputs = tuner._forward(made.public, call)
     return tuner._results(call, outputs, made.douts(outputs))
+
+
+def run_guarded(made: Example) -> tuner.Results:
+    """Runs an example in memory that holds NaN where nothing was written, between guard zones."""
+    with tuner.guarded_memory() as memory:
+        ours = run(made, call=made.call.map(memory.copy))
+    assert not memory.is_overwritten(), "writes outside of its tensors"
+    return ours
+
+
+def assert_agrees(operator: str, backend: str, **settings: Any) -> None:
+    """Fails unless results, gradients and statistics are right, and all memory is written that should be."""
+    made = made_of(operator, backend, **settings)
+    assert_right(made, run_guarded(made))
 
 
 def assert_right(made: Example, ours: tuner.Results, *, dtype: torch.dtype | None = None) -> None:

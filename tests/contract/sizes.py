@@ -47,6 +47,9 @@ SIZES = {
             batch=1 queries=784 keys=196 heads=3 channels=64 dtype=bfloat16
             batch=1 queries=197 keys=50 heads=6 channels=64 dtype=float16
             batch=1 queries=577 keys=2304 heads=1 channels=64 dtype=float64
+            position=rows queries=6 height=3 width=5 key_height=2 key_width=3 stride=2 class_token=True
+            position=table height=2 width=20 key_height=2 key_width=20 class_token=True
+            position=table height=2 width=3 key_height=3 key_width=4
         """,
         "triton": """
             batch=1 queries=70 keys=50 heads=6 channels=64 dtype=float16
@@ -63,6 +66,9 @@ SIZES = {
             bias=keys excluded=some
             queries=6 keys=70 channels=16 bias=matrix excluded=all
             queries=6 keys=5 channels=16 bias=matrix excluded=most
+            position=rows queries=6 height=3 width=5 key_height=2 key_width=3 stride=2 class_token=True
+            position=table height=2 width=20 key_height=2 key_width=20 class_token=True
+            position=table height=2 width=3 key_height=3 key_width=4
         """,
     },
     "conv_projection": {
@@ -84,6 +90,10 @@ SIZES = {
             height=1 width=7 channels=4 branches=3 dtype=float16 training=True
             height=5 width=1 channels=2 dtype=float64 training=True
             height=4 width=3 channels=3 class_token=False dtype=bfloat16 training=True
+            height=18 width=5 channels=40 branches=3 training=True
+            height=4 width=4 channels=5 statistics=none bare=True training=True
+            height=4 width=3 channels=8 branches=3 mixed=True dtype=float16 training=True
+            height=4 width=3 channels=8 branches=3 mixed=True dtype=bfloat16 training=True
         """,
     },
     "conv_embedding": {
@@ -192,12 +202,14 @@ SIZES = {
             height=3 width=113 inputs=5 channels=33 outputs=17 others=4
             height=3 width=5 inputs=17 channels=65 outputs=1000 dtype=bfloat16
             height=3 width=5 inputs=17 channels=65 outputs=2 dtype=float16
+            height=31 width=45 inputs=16 channels=768 outputs=150
         """,
         "triton": """
             height=13 width=21 inputs=24 channels=40 outputs=19 dtype=float16
             height=13 width=21 inputs=24 channels=40 outputs=19 others=4 channels_last=True dtype=bfloat16
             height=3 width=5 inputs=7 channels=33 outputs=300 bare=True
             height=1 width=1 inputs=1 channels=1 outputs=2 dtype=float16
+            height=2 width=3 inputs=5 channels=9 outputs=4
         """,
     },
     "resized_argmax": {
@@ -270,6 +282,11 @@ REFUSED = """
     conv_projection triton: stride=3 | serves at most 3 convolutions of 3×3
     conv_projection triton: padding=2 | serves at most 3 convolutions of 3×3
     conv_projection triton: summands=2 | a branch is a sum
+    conv_projection triton: dilation=2 | serves at most 3 convolutions of 3×3
+    conv_projection triton: kernel=5 padding=2 | serves at most 3 convolutions of 3×3
+    conv_projection triton: branches=4 | serves at most 3 convolutions of 3×3
+    conv_projection cpu: summands=5 | sums up to 4 convolutions, not 5
+    conv_linear triton: summands=2 | a branch is a sum
     conv_linear triton: padding=2 | serves at most 3 convolutions of 3×3
     conv_linear triton: stride=2 | serves at most 3 convolutions of 3×3
     conv_linear triton: kernel=1 | serves at most 3 convolutions of 3×3
@@ -281,6 +298,9 @@ REFUSED = """
     layer_norm_mlp triton: channels=129 | rows have 129 channels, more than 128
     layer_norm_mlp triton: rows=0 | there are no rows
     layer_norm_mlp triton: channels=64 outputs=520 | 520 hidden features of 64 channels do not fit
+    linear convolution: dtype=float64 | has no advantage in float64
+    linear float32: dtype=float32 | serves 16-bit tensors only
+    linear float32: dtype=bfloat16 gradient=all | has no gradients
     linear_gelu triton: rows=0 | the batch is empty
     linear_add_layer_norm triton: outputs=513 | rows of 513 channels, more than 512
     reduction_linear triton: dtype=float32 | float32 would need more registers than there are
@@ -290,6 +310,13 @@ REFUSED = """
     resized_argmax triton: batch=0 | the batch is empty
     segmentation_head triton: dtype=float64 | serves float32, bfloat16 and float16
     segmentation_head triton: batch=0 | the batch is empty
+    quantize_rows cpu: dtype=float64 | serves float32, bfloat16 and float16
+    quantize_rows cpu: to=float8_e4m3fn | rounds to int8 only, not to float8_e4m3fn
+    quantize_rows triton: rows=0 | the batch is empty
+    quantize_rows triton: channels=8193 | rows of 8193 channels, more than 8192
+    gelu_quantize triton: dtype=float64 | float64 is not rounded
+    linear_int8 cpu: dtype=float64 | serves float32, bfloat16 and float16
+    linear_int8 cpu: to=float8_e4m3fn | multiplies int8 only, not float8
     transformer_block cpu: dtype=float64 | serves float32, bfloat16 and float16
     transformer_block cpu: head_dim=260 heads=1 | heads have 260 channels, more than 256
 """

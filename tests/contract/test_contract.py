@@ -27,10 +27,12 @@ from tests.contract.examples import (
     assert_right,
     device_of,
     example,
+    gradient_of,
     has_gradients,
     is_ours,
     pairs,
     run,
+    run_guarded,
     same_bits,
     served,
     standards,
@@ -54,25 +56,12 @@ def infer(made: Example) -> list[Tensor]:
     return tuner._forward(made.public, made.call._replace(gradient=False).map(tuner._copied))
 
 
-def run_guarded(made: Example) -> tuner.Results:
-    """Runs an example in memory that holds NaN where nothing was written, between guard zones."""
-    with tuner.guarded_memory() as memory:
-        ours = run(made, call=made.call.map(memory.copy))
-    assert not memory.is_overwritten(), "writes outside of its tensors"
-    return ours
-
-
 def tried(function):
     """Returns what a function returns and None, or None and why it refuses."""
     try:
         return function(), None
     except (ck.BackendUnavailable, ValueError) as error:
         return None, str(error)
-
-
-def gradient_of(operator, backend):
-    """Returns the setting of gradients: of all arguments where there are gradients."""
-    return "all" if has_gradients(operator, backend) else "none"
 
 
 def combined(chosen, *others):

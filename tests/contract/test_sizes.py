@@ -9,9 +9,9 @@ import cvt_kernels as ck
 from cvt_kernels import backends
 from cvt_kernels.ops.cards import call_public, worded
 from tests.checks import every_instruction_set, needs_extension, run_on_instruction_set
-from tests.contract.examples import EXAMPLES, assert_right, example, has_gradients
+from tests.contract.examples import EXAMPLES, assert_right, example, made_of, run_guarded
 from tests.contract.sizes import IN_EVERY_SET, REFUSED, SIZES
-from tests.contract.test_contract import DTYPES, run_guarded
+from tests.contract.test_contract import DTYPES
 
 #: What families check on every instruction set besides.
 CHECKS = {
@@ -27,9 +27,7 @@ def lines(text):
 
 def check(operator, backend, words, name="usual", run=run_guarded, **settings):
     """Fails unless a call is right, gradients included, and writes all that it should and nothing else."""
-    gradient = "all" if has_gradients(operator, backend) else "none"
-    made = example(operator, backend, name, **{"gradient": gradient} | worded(words) | settings)
-    assert made.why_refused() is None
+    made = made_of(operator, backend, name, **worded(words) | settings)
     assert_right(made, run(made))
 
 

@@ -212,15 +212,6 @@ def test_accuracy_at_channels_of_cvt(run, operation, activation, dtype):
         assert_results_accurate(call, results, dtype)
 
 
-def assert_right(run, calls, dtype):
-    """Compares with float64 up to rounding; the accuracy test is stricter."""
-    epsilon = 256 * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps
-    for call, results in zip(calls, run(*calls), strict=True):
-        for got, exact in zip(results, expected(call, torch.float64), strict=True):
-            scale = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0
-            torch.testing.assert_close(got.double(), exact, rtol=0, atol=epsilon * scale)
-
-
 MIXED = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.bfloat16, torch.float32),
          (torch.float16, torch.float32)]  # fmt: skip
 
@@ -258,29 +249,24 @@ def test_a_shift(run, dtype, float_shift):
 
 
 @every_operation
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_every_layout_of_channels_in_threads(run, operation, activation, dtype):
-    """Some leave threads to spare and some do not; some rows are aligned and some are not."""
+@every_dtype
+def test_every_layout_of_channels_in_threads_and_numbers_of_rows(run, operation, activation, dtype):
+    """Some leave threads to spare and some do not; some rows are aligned and some are not.
+
+    There is no row, one, a block that is not full; or several turns of the blocks that stay.
+    """
     channels = (3, 8, 9, 24, 40, 65, 300, 768, 1030, 2000, 2048, 3001, 4096, 8191, 8192)
     calls = [make(operation, (3, count), dtype, activation) for count in channels]
     calls += [make(operation, (3, count), dtype, activation, misalignment=1) for count in (8, 192, 1024)]
-    assert_right(run, calls, dtype)
-
-
-@every_operation
-@every_dtype
-def test_numbers_of_rows(run, operation, activation, dtype):
-    """No row, one, a block that is not full; several turns of the blocks that stay."""
-    if operation == "layer_norm":
-        activation = "identity"
-    calls = [
-        make(operation, (rows, 64), dtype, activation, addend=addend)
-        for rows in (0, 1, 37, 97)
-        for addend in (False, *[True] * adds(operation, activation))
-    ]
-    calls.append(make(operation, (700, 48), dtype, activation))
-    calls.append(make(operation, (40, 1100), dtype, activation))
-    assert_right(run, calls, dtype)
+    calls += [make(operation, (rows, 64), dtype, activation) for rows in (0, 1, 37, 97)]
+    calls += [make(operation, shape, dtype, activation) for shape in ((700, 48), (40, 1100))]
+    if "norm" in operation:
+        calls += [make(operation, (rows, 64), dtype, addend=True) for rows in (0, 1, 37, 97)]
+    epsilon = 256 * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps
+    for call, results in zip(calls, run(*calls), strict=True):
+        for got, exact in zip(results, expected(call, torch.float64), strict=True):
+            scale = max(1.0, exact.abs().max().item()) if exact.numel() else 1.0
+            torch.testing.assert_close(got.double(), exact, rtol=0, atol=epsilon * scale)
 
 
 @every_operation

@@ -1,7 +1,6 @@
 """The choice of backends, by request and by cache entry, with made-up ones besides the project's."""
 
 import _thread
-import math
 import pickle
 import threading
 
@@ -10,32 +9,13 @@ import torch
 from torch.nn import functional as F
 
 import cvt_kernels as ck
-from cvt_kernels import backends, choose, machine
+from cvt_kernels import backends, choose
 from cvt_kernels.backends import Implementation
-from cvt_kernels.ops.cost_classes import size_class
+from cvt_kernels.ops.cards import call_public
 from tests.checks import add_marked_backend, needs_extension, remember_entry
 from tests.contract.examples import EXAMPLES, ROUNDING, example
 from tests.fuzz.cases import CHOICES
-from tests.fuzz.judge import call_public
 from tests.processes import run_python
-
-
-def test_an_implementation_is_loaded_where_it_is_chosen():
-    """Another thread may have replaced those that were loaded since they were asked."""
-    with backends.replaced(lambda *_: Implementation("cvt_kernels.ops.cost_classes:size_class")):
-        chosen = choose._loaded("gelu", "cpu")
-    assert chosen.function is size_class
-
-
-def test_every_declared_function_can_be_imported():
-    pytest.importorskip("triton")
-    for operator, known in backends.implementations.items():
-        for backend, implementation in known.items():
-            if machine.why_extension_unavailable("cpu") is not None and backend in ("cpu", "cuda"):
-                continue  # the extension is not built here
-            loaded = implementation.load()
-            assert callable(loaded.function), (operator, backend)
-            assert loaded.why_unsupported is None or callable(loaded.why_unsupported), (operator, backend)
 
 
 @pytest.mark.parametrize(
@@ -84,18 +64,6 @@ def test_a_cached_choice_whose_backend_refuses_other_numbers_is_noticed_by_the_t
         ck.gelu(torch.ones(3))
         with pytest.raises(AssertionError, match="gelu: cached for a call that its backend refuses: too"):
             ck.gelu(torch.full((3,), 9.0))
-
-
-@pytest.mark.parametrize("names", [("auto",), ("cpu", "reference")])
-def test_the_machine_is_asked_once_and_not_before_the_first_call(names):
-    asked = []
-    add_marked_backend("cpu", 10.0, why_unavailable=lambda device_type: asked.append("cpu") or "is not built")
-    assert asked == []
-    with ck.use_backend(*names):
-        for size in range(1, 4):
-            ck.gelu(torch.ones(size))
-    assert asked == ["cpu"]
-    assert ck.fallbacks()["gelu", "cpu"] == "is not built"
 
 
 def test_an_explicit_backend_is_used_or_raises():
@@ -197,13 +165,6 @@ def test_the_backward_in_a_thread_of_pytorch_is_served_as_the_forward():
     assert seen == [("triton", "reference"), ("auto",), ("reference",), ("auto",)]
 
 
-def test_names_that_cannot_be_registered():
-    with pytest.raises(ValueError, match="operator: got 'conv'"):
-        backends.register("conv", "cpu", Implementation(abs))
-    with pytest.raises(ValueError, match="backend: got 'auto'"):
-        backends.register("gelu", "auto", Implementation(abs))
-
-
 @needs_extension
 def test_names_in_the_environment_variable():
     code = """
@@ -236,24 +197,6 @@ print(sorted(slow & set(sys.modules)))
 
 
 # What is chosen -------------------------------------------------------------------------------------------
-
-
-def test_the_chosen_backend_of_a_request_is_the_first_that_is_available():
-    add_marked_backend("triton", 20.0, why_unavailable=lambda device_type: "no GPU")
-    add_marked_backend("cpu", 10.0)
-    remember_entry("cpu", "gelu", torch.ones(3), approximate="none")
-    cpu = torch.device("cpu")
-    for names, expected in (
-        (("reference",), ["reference"]),
-        (("triton", "cpu"), ["cpu"]),
-        (("reference", "cpu"), ["reference"]),
-        (("triton",), []),
-        (("sdpa", "triton"), []),
-    ):
-        with ck.use_backend(*names):
-            assert [name for name, _ in choose.chosen_backends("gelu", cpu)] == expected
-    with ck.use_backend("sdpa"):
-        assert choose.chosen_backends("attention", cpu) == [("sdpa", "requested")]
 
 
 def test_a_backend_that_is_registered_or_replaced_is_asked_for_again():
@@ -300,14 +243,6 @@ def test_calls_with_other_costs_have_other_cache_keys(operator):
         with torch.autocast("cpu", dtype):
             cache_keys.append(cache_key_of(operator))
     assert len(set(cache_keys)) == len(cache_keys)
-
-
-@pytest.mark.parametrize("size", [1, 3, 4, 15, 16, 1000, 4**10 - 1, 4**10])
-def test_classes_of_sizes_go_from_one_power_to_the_next(size):
-    for factor in (2, 4):
-        least = int(size_class(size, factor).removesuffix("+"))
-        assert least <= size < factor * least
-        assert math.log(least, factor) == pytest.approx(round(math.log(least, factor)))
 
 
 @pytest.mark.parametrize("operator", backends.operators)

@@ -110,63 +110,38 @@ def test_an_h200_has_what_it_has_run(on, dtype):
 
 
 @pytest.mark.parametrize(
-    ("shape", "weight", "expected"),
+    ("operator", "shape", "outputs", "expected"),
     [
-        ((2**14 - 1, 256), (8, 256), ("gluon", "triton")),
-        ((2**14, 256), (8, 256), ("composed",)),
-        ((2**14, 255), (8, 255), ("gluon", "triton")),
+        ("linear_add", (2**14 - 1, 256), 8, ("gluon", "triton")),
+        ("linear_add", (2**14, 256), 8, ("composed",)),  # by cuBLAS
+        ("linear_add", (2**14, 255), 8, ("gluon", "triton")),
+        ("conv_linear", (2**20, 64), 0, ("triton",)),
+        ("conv_linear", (2**20, 65), 0, ("composed",)),
+        ("conv_linear", (2**15, 192), 0, ("triton",)),
+        ("conv_linear", (2**15 + 1, 192), 0, ("composed",)),
+        ("conv_linear", (10, 193), 0, ("composed",)),
     ],
 )
-def test_cublas_has_large_products_on_an_h200(on, shape, weight, expected):
+def test_sizes_decide_on_an_h200(on, operator, shape, outputs, expected):
     on("9.0")
-    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
-    call = backends.operators["linear_add"].bind(x, torch.empty(weight, device="meta"), None, x)
-    rows = choose._rows_for("linear_add", CPU, torch.bfloat16, False)
+    call = torch.empty(shape, device="meta"), torch.empty(outputs, shape[1], device="meta")
+    call = backends.operators[operator].bind(*call, None, call[0]) if outputs else call[:1]
+    rows = choose._rows_for(operator, CPU, torch.bfloat16, False)
     assert next(row.backends for row in rows if row.where is None or row.where(call)) == expected
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"),
+    ("processor", "dtype"),
     [
-        ((2**20, 64), "triton"),
-        ((2**20, 65), "composed"),
-        ((2**15, 192), "triton"),
-        ((2**15 + 1, 192), "composed"),
-        ((10, 193), "composed"),
+        *((processor, torch.bfloat16) for processor in ("8.0", "8.9", "10.0", "12.0")),
+        ("9.0", torch.float32),
+        ("9.0", torch.float64),
     ],
 )
-def test_narrow_projections_are_one_kernel_on_an_h200(on, shape, expected):
-    on("9.0")
-    call = (torch.empty(shape, device="meta"),)
-    rows = choose._rows_for("conv_linear", CPU, torch.bfloat16, False)
-    assert next(row.backends for row in rows if row.where is None or row.where(call)) == (expected,)
-
-
-@pytest.mark.parametrize("processor", ["8.0", "8.9", "10.0", "12.0"])
-def test_a_gpu_that_has_run_nothing_has_no_rows(on, processor):
+def test_a_gpu_that_has_run_nothing_has_no_rows(on, processor, dtype):
     on(processor)
     for operator in backends.operators:
-        assert choose._rows_for(operator, CPU, torch.bfloat16, False) == ()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_gpu_has_no_rows_for_other_dtypes(on, dtype):
-    on("9.0")
-    for operator in backends.operators:
         assert choose._rows_for(operator, CPU, dtype, False) == ()
-
-
-def test_kernels_that_wait_for_their_first_run_are_in_no_row():
-    on_gpus = [row for row in choose.TABLE if row.processor != "cpu"]
-    assert all(row.operators for row in on_gpus)
-    waiting = {
-        "transformer_blocks",
-        "reduction_linear",
-        "segmentation_head",
-        "depthwise_conv_gelu",
-        "mlp_add",
-    }
-    assert not waiting & {operator for row in on_gpus for operator in row.operators}
 
 
 def test_every_row_can_be_reached_and_names_what_exists():

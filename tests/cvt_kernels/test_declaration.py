@@ -3,15 +3,12 @@
 import gc
 import inspect
 import weakref
-from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.declaration import facts_of
 from cvt_kernels.ops.rows import gather_rows
 from cvt_kernels.records import ConvBatchNorm
 
@@ -54,11 +51,6 @@ def test_arguments_that_are_no_call_are_refused(args, settings, message):
     assert caught.value.__context__ is None
 
 
-def test_arguments_may_be_given_by_name():
-    q = torch.randn(1, 4, 2, 8)
-    assert torch.equal(ck.attention(v=q, k=q, q=q), ck.attention(q, q, q))
-
-
 @pytest.mark.parametrize("name", sorted(set(backends.operators) - {"linear"}))  # which PyTorch checks first
 def test_an_error_of_arguments_is_the_only_one(name):
     given = [p for p in backends.operators[name].signature.parameters.values() if p.default is p.empty]
@@ -88,22 +80,16 @@ def test_plans_are_bounded(first, monkeypatch):
     assert len(backends.dispatch_cache) <= 5
 
 
+@pytest.mark.parametrize("stride", [2, (2,), (2, 2)])
+def test_records_of_modules_take_one_number_however_it_is_written(stride):
+    conv = torch.nn.Conv2d(4, 4, 3, stride, 1, groups=4, bias=False)
+    record = ConvBatchNorm.from_modules(conv, torch.nn.BatchNorm2d(4))
+    assert (record.stride, record.padding, record.dilation) == (2, 1, 1)
+
+
 def test_values_are_checked_at_every_call():
     x, rows = torch.randn(2, 6, 4), torch.tensor([[0, 1], [2, -1]])
     for _ in range(2):
         gather_rows(x, rows)
     with pytest.raises(ValueError, match="rows"):
         gather_rows(x, rows + 6)
-
-
-def test_facts_keep_no_objects():
-    thing = Mock()
-    assert facts_of((thing, 1), False) == (tuple, type(thing), (int, 1))
-    assert facts_of(np.float32(0.5), False) != facts_of(np.float32(0.25), False)
-
-
-@pytest.mark.parametrize("stride", [2, (2,), (2, 2)])
-def test_records_of_modules_take_one_number_however_it_is_written(stride):
-    conv = torch.nn.Conv2d(4, 4, 3, stride, 1, groups=4, bias=False)
-    record = ConvBatchNorm.from_modules(conv, torch.nn.BatchNorm2d(4))
-    assert (record.stride, record.padding, record.dilation) == (2, 1, 1)

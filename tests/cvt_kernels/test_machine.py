@@ -1,6 +1,5 @@
 """The facts of the machine, the loading of the extension, and the reasons why there is none."""
 
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -161,19 +160,3 @@ def test_a_triton_of_wrong_products_is_refused(gpus, monkeypatch, capability, ve
     else:
         assert reason == f"Triton below 3.7.1 computes wrong products on GPU 0; {version} is installed"
     assert machine.why_gpu_unsupported("cuda", 0) is None
-
-
-def test_a_rehearsal_counts_as_a_capture_in_its_thread():
-    on_gpu, on_cpu = SimpleNamespace(is_cuda=True), torch.zeros(1)
-    with machine.rehearsed_capture():
-        assert machine.is_capturing(on_gpu)
-        assert not machine.is_capturing(on_cpu)
-        with machine.rehearsed_capture():
-            pass
-        seen = []
-        thread = threading.Thread(target=lambda: seen.append(machine._rehearsal.is_on))
-        thread.start()
-        thread.join()
-        assert machine.is_capturing(on_gpu)
-        assert seen == [False]
-    assert not machine._rehearsal.is_on

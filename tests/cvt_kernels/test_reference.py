@@ -102,20 +102,6 @@ def test_conv_projection_is_convolution_and_batch_norm(
     assert torch.equal(conv.num_batches_tracked, theirs[1].num_batches_tracked)
 
 
-def test_branches_are_independent_and_without_affine_or_statistics():
-    x = torch.randn(2, 21, 4, dtype=torch.float64)
-    q, k = random_conv(4, padding=1), random_conv(4, 5, stride=2, padding=2)
-    together = reference.conv_projection(x, (4, 5), [q, k], training=False)
-    for conv, out in zip((q, k), together, strict=True):
-        assert torch.equal(out, reference.conv_projection(x, (4, 5), [conv], training=False)[0])
-    bare = ConvBatchNorm(q.weight, None, None, None, None, padding=1)
-    plain = bare._replace(bn_weight=torch.ones(4).double(), bn_bias=torch.zeros(4).double())
-    outs = [
-        reference.conv_projection(x, (4, 5), [c], training=t)[0] for c in (bare, plain) for t in (True, False)
-    ]
-    assert all(torch.equal(out, outs[0]) for out in outs)  # without statistics, evaluation uses the batch's
-
-
 # attention ------------------------------------------------------------------------------------------------
 
 

@@ -122,13 +122,10 @@ void wait_for_grids(Warp& w, const Instruction&, u32 mask) {
 // write is poison. i.a is their size, i.b the displacement of the destination, o[2] how much is read (−1: all).
 void copy_start(Warp& w, const Instruction& i, u32 mask) {
     static const char poison[16] = {-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
-    u64 addresses[32];
-    int lanes = 0;
     each(mask, [&](int l) {
         const u32 to = get<u32>(w.r + i.o[0], l) + u32(i.b);
         const u64 from = get<u64>(w.r + i.o[1], l) + s64(i.o[3]);
         const u32 size = i.a, read = i.o[2] < 0 ? size : std::min(size, get<u32>(w.r + i.o[2], l));
-        if (read) addresses[lanes++] = from;
         if (read && !global_at(w, l, from, read, nullptr)) return;
         for (u32 k = to; k < std::min<u64>(to + size, w.cta->shared.size()); ++k)
             if (w.cta->pending[k]) fault(w, PENDING, l, k);
@@ -138,7 +135,6 @@ void copy_start(Warp& w, const Instruction& i, u32 mask) {
             w.copies.push_back({to, from, size, read, l});
         }
     });
-    count_sectors(w, i, addresses, lanes, i.a);
 }
 void copy_commit(Warp& w, const Instruction&, u32 mask) {
     together(w, mask, ~0u);

@@ -1,6 +1,6 @@
 // Instructions of lanes and of warps: how the lanes go through a function.
 #pragma once
-#include "traffic.h"
+#include "machine.h"
 
 using Handler = void (*)(Warp&, const Instruction&, u32);
 std::unordered_map<std::string, int> numbers;
@@ -63,20 +63,9 @@ template <class Wide, class Narrow> void pack(Warp& w, const Instruction& i, u32
     });
 }
 
-template <Space S> void count_accesses(Warp& w, const Instruction& i, u32 mask, int r, u32 size) {
-    std::conditional_t<S == GLOBAL, u64, u32> addresses[32];
-    int lanes = 0;
-    each(mask, [&](int l) {
-        if constexpr (S == GLOBAL) addresses[lanes++] = get<u64>(w.r + r, l) + s64(i.b);
-        else addresses[lanes++] = get<u32>(w.r + r, l) + u32(i.b);
-    });
-    if constexpr (S == GLOBAL) count_sectors(w, i, addresses, lanes, size);
-    else count_wavefronts(w, i, addresses, lanes, size);
-}
 // Loads and stores of i.a numbers; registers of bytes get their sign or zeros.
 // R is what a register holds, of 4 or 8 bytes.
 template <Space S, class T, class R> void load(Warp& w, const Instruction& i, u32 mask) {
-    count_accesses<S>(w, i, mask, i.o[i.a], i.a * sizeof(T));
     each(mask, [&](int l) {
         T values[8] = {};
         if (const char* from = at<S>(w, i, l, i.o[i.a], i.a * sizeof(T), nullptr))
@@ -85,7 +74,6 @@ template <Space S, class T, class R> void load(Warp& w, const Instruction& i, u3
     });
 }
 template <Space S, class T, class R> void store(Warp& w, const Instruction& i, u32 mask) {
-    count_accesses<S>(w, i, mask, i.o[i.a], i.a * sizeof(T));
     each(mask, [&](int l) {
         T values[8];
         for (int k = 0; k < i.a; ++k) values[k] = T(get<R>(w.r + i.o[k], l));
@@ -168,13 +156,8 @@ template <class T, class F> Handler reduce(F) {  // d, a, members
 void warp_barrier(Warp& w, const Instruction& i, u32 mask) {
     if (together(w, mask, get<u32>(w.r + i.o[0], std::countr_zero(mask)))) ++w.sync;
 }
-void count_matrices(Warp& w, const Instruction& i) {  // of which each is eight rows of 16 bytes
-    u32 addresses[32];
-    for (int l = 0; l < 8 * i.a; ++l) addresses[l] = get<u32>(w.r + i.o[i.a], l) + u32(i.b);
-    count_wavefronts(w, i, addresses, 8 * i.a, 16);
-}
 template <bool Transposed> void load_matrices(Warp& w, const Instruction& i, u32 mask) {
-    together(w, mask, ~0u), count_matrices(w, i);
+    together(w, mask, ~0u);
     u16 rows[8][8] = {};
     for (int k = 0; k < i.a; ++k) {
         for (int row = 0; row < 8; ++row) {
@@ -191,7 +174,7 @@ template <bool Transposed> void load_matrices(Warp& w, const Instruction& i, u32
     }
 }
 template <bool Transposed> void store_matrices(Warp& w, const Instruction& i, u32 mask) {
-    together(w, mask, ~0u), count_matrices(w, i);
+    together(w, mask, ~0u);
     for (int k = 0; k < i.a; ++k) {
         u16 rows[8][8];
         for (int l = 0; l < 32; ++l)

@@ -70,11 +70,9 @@ struct Warp {
     std::vector<Bulk> stores;
     std::deque<std::vector<Bulk>> store_groups;
 };
-struct Traffic { u64 requests, units, least; };  // of an instruction: see traffic.h
 struct Launch {
     const Instruction* code;
     const s32* pool;  // the registers of a wgmma
-    Traffic* traffic;  // of each instruction
     std::vector<Region> regions;
     std::vector<std::vector<Shadow>> shadows;
     const char* parameters;
@@ -93,7 +91,6 @@ struct Cta {
     std::unordered_map<u32, Mbarrier> mbarriers;  // by address
     u32 mbarrier_count = 0;
     std::vector<Warp> warps;
-    std::vector<int> order;  // in which they run
 };
 
 void fault(Warp& w, int kind, int lane, u64 address = 0, int other = -1) {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,34 +77,17 @@ class Fault(NamedTuple):
         )
 
 
-class Traffic(NamedTuple):
-    """The accesses of a kernel to one kind of memory.
-
-    Attributes:
-        requests: Accesses of warps.
-        units: What they took: sectors of 32 bytes in global memory, wavefronts of 128 bytes in shared memory.
-        least: The least that their bytes could have taken, each counted once.
-    """
-
-    requests: int
-    units: int
-    least: int
-
-
 class Result(NamedTuple):
     """The record of a run.
 
     Attributes:
         faults: What was wrong.
         warp_instructions, thread_instructions: How many were executed.
-        traffic: The requests, units and least of each instruction, as rows; see ``Traffic``. Bulk copies and
-            the operands of wgmma are not counted.
     """
 
     faults: list[Fault]
     warp_instructions: int
     thread_instructions: int
-    traffic: np.ndarray
 
 
 class Region(NamedTuple):
@@ -156,7 +138,7 @@ class Program(Kernel):
 
     def run(
         self, grid: Sequence[int], arguments: Sequence[bytes], regions: Sequence[Region], shared: int = 0,
-        seed: int = 0, overlaps: bool = False,
+        overlaps: bool = False,
     ) -> Result:  # fmt: skip
         """Runs all programs of a grid.
 
@@ -165,7 +147,6 @@ class Program(Kernel):
             arguments: The bytes of each parameter.
             regions: The memory that the kernel may touch; they do not overlap.
             shared: Bytes of shared memory that the launch asks for.
-            seed: Of the order in which warps run; 0 for one after the other, from barrier to barrier.
             overlaps: Whether the kernel before on the stream may still run, until griddepcontrol.wait.
         """
         memory = bytearray(self.parameter_bytes + 8)
@@ -178,7 +159,6 @@ class Program(Kernel):
             [(r.address, r.address + r.allowed.size, r.allowed.ctypes.data) for r in ordered], _REGION
         )
         found, totals = np.zeros(1000, _FAULT), np.zeros(2, np.uint64)
-        traffic = np.zeros((len(self.code), 3), np.uint64)
         sizes = np.array([*grid, 1, 1][:3], np.uint32)
         count = library().run(
             _pointer(self.code), _pointer(self.pool), self.register_bytes,
@@ -186,7 +166,7 @@ class Program(Kernel):
             (ctypes.c_char * len(memory)).from_buffer(memory), _pointer(sizes), self.threads,
             shared + self.shared_bytes,
             _pointer(table), len(table), _pointer(found), len(found),
-            ctypes.c_uint64(LIMIT), _pointer(totals), _pointer(traffic), seed, overlaps,
+            ctypes.c_uint64(LIMIT), _pointer(totals), overlaps,
         )  # fmt: skip
         faults = [
             Fault(FAULTS[f["kind"]], *self.lines[min(f["pc"], len(self.lines) - 1)],
@@ -194,17 +174,7 @@ class Program(Kernel):
             for f in found[: min(count, len(found))]
         ]  # fmt: skip
         faults.sort(key=lambda fault: (fault.kind, fault.line))
-        return Result(faults, int(totals[0]), int(totals[1]), traffic)
-
-    def traffic_of(self, result: Result, space: str) -> Traffic:
-        """Returns the accesses of a run to ``global`` or ``shared`` memory."""
-        rows = [self._space_of(text) == space for _, text, _ in self.lines]
-        return Traffic(*(int(number) for number in result.traffic[rows].sum(0)))
-
-    @staticmethod
-    def _space_of(text: str) -> str:
-        """Returns the memory whose accesses are counted at an instruction; of cp.async, what it reads."""
-        return "shared" if re.search(r"\b(ld|st)\.shared|matrix", text) else "global"
+        return Result(faults, int(totals[0]), int(totals[1]))
 
 
 def _pointer(array: np.ndarray) -> ctypes.c_void_p:

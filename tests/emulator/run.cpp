@@ -1,7 +1,5 @@
 // Executes decoded PTX on a CPU: the programs (CTAs) of a grid one by one, their warps in turn from barrier to
-// barrier or, with a seed, in turns of a few instructions; the 32 lanes of a warp together. ptx.py decodes PTX into `Instruction`s, program.py names the faults.
-#include <random>
-
+// barrier; the 32 lanes of a warp together. ptx.py decodes PTX into `Instruction`s, program.py names the faults.
 #include "table.h"
 
 enum Control { BRANCH = -1, RETURN = -2, BARRIER_SYNC = -3, BRANCH_TABLE = -4 };
@@ -14,12 +12,11 @@ void regroup(Warp& w) {
     }
 }
 
-void run_warp(Warp& w, u64 limit, u64 turn) {  // to a barrier, an mbarrier that is not complete or the end
+void run_warp(Warp& w, u64 limit) {  // to a barrier, an mbarrier that is not complete or the end
     const Instruction* code = w.cta->launch->code;
     Launch& launch = *w.cta->launch;
     w.state = READY;
     while (w.alive) {
-        if (turn-- == 0) return;
         const Instruction& i = code[w.pc];
         u32 mask = w.mask;
         if (i.guard >= 0) mask &= i.guard_not ? ~predicate(w, i.guard) : predicate(w, i.guard);
@@ -96,15 +93,13 @@ bool meet_where_complete(Cta& cta) {
 }
 // Runs the warps of a program in turn until all have ended; a warp that waits for an mbarrier or at a barrier goes on when
 // others have made it complete.
-void run_program(Cta& cta, u64 limit, std::minstd_rand* random) {
+void run_program(Cta& cta, u64 limit) {
     for (bool moved = true; moved;) {
         moved = false;
-        if (random) std::shuffle(cta.order.begin(), cta.order.end(), *random);
-        for (int index : cta.order) {
-            Warp& w = cta.warps[index];
+        for (Warp& w : cta.warps) {
             if (!w.alive || w.state == ARRIVED) continue;
             const int pc = w.state == BLOCKED ? w.pc : -1;
-            run_warp(w, limit, random ? 1 + (*random)() % 99 : ~u64(0));
+            run_warp(w, limit);
             moved |= w.state != BLOCKED || w.pc != pc;
         }
         moved |= meet_where_complete(cta);
@@ -125,12 +120,11 @@ int operation(const char* name) {
     return it == numbers.end() ? INT_MIN : it->second;
 }
 
-// Runs a grid; returns the number of faults, of which at most `most` are written. A seed other than 0 is one of an order.
+// Runs a grid; returns the number of faults, of which at most `most` are written.
 int run(const Instruction* code, const s32* pool, int register_bytes, const Constant* constants, int constant_count,
         const char* parameters, const u32* grid, u32 threads, u32 shared_bytes, const Region* regions, int region_count,
-        FaultRecord* faults, int most, u64 limit, u64* totals, Traffic* traffic, u32 seed, bool overlaps) {
-    std::minstd_rand random(seed);
-    Launch launch{code, pool, traffic, {regions, regions + region_count}, {}, parameters, {grid[0], grid[1], grid[2]}, threads, shared_bytes, overlaps, {}};
+        FaultRecord* faults, int most, u64 limit, u64* totals, bool overlaps) {
+    Launch launch{code, pool, {regions, regions + region_count}, {}, parameters, {grid[0], grid[1], grid[2]}, threads, shared_bytes, overlaps, {}};
     for (const Region& r : launch.regions) launch.shadows.emplace_back(r.end - r.begin);
     const int warp_count = int(threads) / 32;
     std::vector<std::vector<char>> registers(warp_count, std::vector<char>(register_bytes));
@@ -145,7 +139,6 @@ int run(const Instruction* code, const s32* pool, int register_bytes, const Cons
         cta.warps.resize(warp_count);
         for (int k = 0; k < warp_count; ++k) {
             Warp& w = cta.warps[k];
-            cta.order.push_back(k);
             w.r = registers[k].data(), w.cta = &cta, w.index = k, w.mask = w.alive = ~0u;
             w.clock.assign(warp_count, 0), w.clock[k] = 1, w.fenced.assign(warp_count, 0);
             std::memset(w.r, 0xcb, register_bytes);
@@ -154,7 +147,7 @@ int run(const Instruction* code, const s32* pool, int register_bytes, const Cons
                     if (constants[c].wide) put<u64>(w.r + constants[c].offset, l, constants[c].value);
                     else put<u32>(w.r + constants[c].offset, l, u32(constants[c].value));
         }
-        run_program(cta, limit, seed ? &random : nullptr);
+        run_program(cta, limit);
         const bool has_waited = std::any_of(cta.waits.begin(), cta.waits.end(), [](u32 time) { return time; });
         if (overlaps && !has_waited) fault(cta.warps[0], UNORDERED, 0);  // it may end before the kernel before
         for (auto& [address, m] : cta.mbarriers)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from cvt_kernels import launch
-from cvt_kernels.launch import formulas, launching, records, tables
+from cvt_kernels.launch import formulas, records, tables
 from cvt_kernels.launch.launching import Chip
-from cvt_kernels.ops.linear.triton import forward
 
 H200 = Chip(90, 132, "NVIDIA H200")
 #: The configurations of each kernel and size that were within 16 % of the best of all that were timed on an
@@ -82,36 +81,6 @@ def test_the_nearest_number_of_rows_serves():
     assert find(24, kernel="linear_add", sizes=(1536, 384)) not in entries.values()  # too far from all
 
 
-#: Rows of one image, channels and hidden features by stage, of images of 224², and 512² for SegFormer.
-STAGES = {
-    "cvt_13": ((3136, 64, 256), (784, 192, 768), (197, 384, 1536), (1, 384, 1536)),
-    "segformer_b0": ((16384, 32, 128), (4096, 64, 256), (1024, 160, 640), (256, 256, 1024)),
-    "pvt_v2_b2": ((3136, 64, 512), (784, 128, 1024), (196, 320, 1280), (49, 512, 2048)),
-}
-
-
-@pytest.mark.parametrize("model", STAGES)
-def test_products_of_one_image_start_many_programs(model):
-    """But for rows that are normalized, of which a program has 16 or more as a whole."""
-    for rows, channels, hidden in STAGES[model]:
-        narrow, wide = (torch.empty(rows, n, device="meta", dtype=torch.bfloat16) for n in (channels, hidden))
-        up, down, square = (
-            torch.empty(sizes, device="meta", dtype=torch.bfloat16)
-            for sizes in ((hidden, channels), (channels, hidden), (channels, channels))
-        )
-        vector = torch.empty(channels, device="meta", dtype=torch.bfloat16)
-        with launching.recorded_launches(launching.Chip(90, 132)) as launches:
-            forward.linear_gelu_forward(narrow, up, None, "none", False)
-            for x, weight in ((wide, down), (narrow, square)):
-                forward.linear_add_forward(x, weight, None, narrow, narrow)
-            forward.linear_add_layer_norm_forward(
-                narrow, square, None, narrow, vector, vector, None, 1e-5, narrow, narrow
-            )
-        *products, normalized = [each.grid[0] for each in launches]
-        assert min(products) >= 24
-        assert normalized >= min(24, -(-rows // 16))
-
-
 @pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 100, 103, 120])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_formulas_have_a_configuration_for_every_gpu(capability, dtype):
@@ -129,15 +98,6 @@ def test_formulas_have_a_configuration_for_every_gpu(capability, dtype):
                 if rows >= 20000:
                     tiles = -(-rows // config.block_m) * -(-outputs // (config.width * config.parts))
                     assert tiles >= 132 or config.block_m <= 128
-
-
-@pytest.mark.parametrize(
-    ("capability", "generation"),
-    [(75, 80), (80, 80), (89, 80), (90, 90), (100, 100), (103, 100), (120, 80)],
-)
-def test_generations(capability, generation):
-    """Tensor cores take operands from registers, from shared memory, or from tensor memory."""
-    assert launch.generation_of(capability) == generation
 
 
 def test_a_configuration_is_overridden_for_a_while():

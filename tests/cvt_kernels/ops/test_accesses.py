@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 from triton import language as tl
@@ -256,39 +254,6 @@ def test_every_program_keeps_to_its_own_memory(name):
     accesses = accesses_of(name)
     assert accesses.faults == []
     assert {name_of(traffic.launch) for traffic in accesses.traffic} == set(CASES[name].kernels.split())
-
-
-SIZES, DTYPES = [1, 2, 8, 17, 40, 67], [FLOAT16, BFLOAT16, FLOAT32]
-#: Calls whose sizes are drawn by ``n``, which returns one of a list.
-DRAWN: list[Callable[[Callable[[list[Any]], Any]], Any]] = [
-    lambda n: project_linearly((n([1, 5]), n([2, 7])), n([2, 5, 34]), (n(SIZES),), strides=[n([1, 2])]),
-    lambda n: train_linear_add(3 * n(SIZES), n(SIZES), n(SIZES), n(DTYPES), batch=n([0, 3])),
-]
-
-
-def drawn(operator: str, words: str, n: Callable[[list[Any]], Any]) -> Any:
-    """Makes a call of other sizes than words say."""
-    sizes = {"tokens": [67], **dict.fromkeys(("rows", "count", "channels", "outputs"), SIZES)}
-    sizes |= {"queries": SIZES, "keys": SIZES, "height": [1, 5], "width": [2, 7]}
-    drawn = {name: n(sizes[name]) for name in cards.worded(words) if name in sizes}
-    return call(operator, words, **drawn, dtype=n(["float16", "bfloat16", "float32"]))
-
-
-DRAWN += [
-    functools.partial(drawn, operator, example.words)
-    for operator, card in cards.all_cards().items()
-    for example in card.accesses.values()
-]
-
-
-@settings(max_examples=6, deadline=None)
-@given(st.data())
-def test_sizes_that_are_drawn(data):
-    """``--hypothesis-profile default`` tries others every time."""
-    call = data.draw(st.sampled_from(DRAWN))
-    chip = launching.Chip(data.draw(st.sampled_from([80, 90, 100])), data.draw(st.sampled_from([1, 3])))
-    case = Case(lambda: call(lambda choices: data.draw(st.sampled_from(choices))), "", chip)
-    assert run(case).faults == []
 
 
 #: The parameters that do not count among the bytes of kernels that begin so.

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cvt.tools.commands.compile import launches
 from cvt_kernels.launch import launching
 from cvt_kernels.ops.graph_operators import launcher
+from tests.checks import recorded_operators
 
 
 def allocated(x: Tensor, scale: float) -> Tensor:
@@ -27,23 +27,11 @@ def double_(x: Tensor, others: list[Tensor]) -> None:
         each.data.mul_(2)
 
 
-class Called(TorchDispatchMode):
-    """Collects the names of the operators that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.name())
-        return function(*args, **(kwargs or {}))
-
-
 def test_a_launcher_is_called_directly():
-    with Called() as called:
+    with recorded_operators() as called:
         assert torch.equal(scaled(torch.ones(3), 2.0), torch.full((3,), 2.0, dtype=torch.float64))
-    assert called.names
-    assert "cvt_kernels::test_scaled" not in called.names
+    assert called
+    assert "cvt_kernels.test_scaled.default" not in called
     assert scaled.__doc__ == "Returns scale · x."
 
 

@@ -149,16 +149,6 @@ print(clock.waited_seconds() - before)
     assert float(result.stdout) > 0.03, result.stderr
 
 
-def test_caches_of_every_thread_are_flushed_by_the_real_clock():
-    assert clock._flush_buffer("cpu", 3).nbytes == 3 * 2**22
-    calls = []
-    slow, fast = clock.cold_seconds_in_turns(
-        [lambda: clock.time.sleep(0.02), lambda: calls.append(1)], CPU, 0.0, fewest=2, most=2
-    )
-    assert min(slow) >= 0.02 > min(fast) > 0
-    assert len(calls) == 2
-
-
 @pytest.mark.gpu
 def test_what_cannot_be_captured_leaves_the_process_as_it_was():
     def asks_the_host():

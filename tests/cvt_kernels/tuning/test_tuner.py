@@ -5,14 +5,12 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 
 import cvt_kernels as ck
 from cvt_kernels import backends, reference
-from cvt_kernels.ops.cards import laid_out
 from cvt_kernels.tuning import accuracy, clock, tuner
-from tests.checks import implementation, recorded_operators
-from tests.contract.examples import example, served, tensors_of
+from tests.contract.examples import EXAMPLES, example, served, tensors_of
+from tests.cvt_kernels.tuning import broken_kernels
 
 CPU = torch.device("cpu")
 
@@ -31,22 +29,6 @@ def check(function, expected) -> tuner.Measurement:
 def gelu_flaw(function, x=None) -> str | None:
     expected = expected_of("gelu", torch.randn(7, 24) if x is None else x, approximate="none")
     return check(function, expected).flaw
-
-
-def branches(channels=6, strides=(1, 2, 2), *, dtype=torch.float32, shared=False, affine=True):
-    """Returns branches of conv_projection, with statistics and weights as after some training."""
-    norm = nn.BatchNorm2d(channels, affine=affine)
-    convs = []
-    for stride in strides:
-        conv = nn.Conv2d(channels, channels, 3, stride, 1, groups=channels, bias=False)
-        norm = norm if shared else nn.BatchNorm2d(channels, affine=affine)
-        with torch.no_grad():
-            norm.running_mean.normal_()
-            norm.running_var.uniform_(0.5, 2)
-            for parameter in norm.parameters():
-                parameter.normal_(1, 0.1)
-        convs.append(ck.ConvBatchNorm.from_modules(conv.to(dtype), norm.to(dtype)))
-    return tuple(convs)
 
 
 # Wrong kernels --------------------------------------------------------------------------------------------
@@ -136,34 +118,14 @@ def test_what_is_read_outside_of_an_input_is_nan():
     assert gelu_flaw(reads).startswith("wrong: output 0 is off by nan")
 
 
-class _WrongBackward(torch.autograd.Function):
-    """LayerNorm whose gradient of x lacks a term."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps):
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return reference.layer_norm(x, weight, bias, eps=eps)
-
-    @staticmethod
-    def backward(ctx, dout):
-        x, weight = ctx.saved_tensors
-        rstd = torch.rsqrt(x.var(-1, unbiased=False, keepdim=True) + ctx.eps)
-        normalized = (x - x.mean(-1, keepdim=True)) * rstd
-        g = dout * weight
-        dx = rstd * (g - g.mean(-1, keepdim=True))
-        return dx, (dout * normalized).sum((0, 1)), dout.sum((0, 1)), None
-
-
 def test_a_wrong_backward_is_found_only_where_it_is_wanted():
-    x, weight, bias = torch.randn(2, 9, 16, requires_grad=True), torch.randn(16), torch.randn(16)
+    x = torch.randn(7, 24, requires_grad=True)
 
-    def function(x, weight, bias, *, eps, **_):
-        return _WrongBackward.apply(x, weight, bias, eps)
+    def function(x, *_, **__):
+        return broken_kernels._WrongBackward.apply(x)
 
-    forward = expected_of("layer_norm", x.detach(), weight, bias, eps=1e-5)
-    assert check(function, forward).flaw is None
-    both = expected_of("layer_norm", x, weight, bias, eps=1e-5, gradient=True)
+    assert gelu_flaw(function, x.detach()) is None
+    both = expected_of("gelu", x, approximate="none", gradient=True)
     assert check(function, both).flaw.startswith("wrong: gradient 0 is off by")
 
 
@@ -177,28 +139,9 @@ def test_wrong_running_statistics_are_found(wrong):
             getattr(convs[1], wrong).add_(1)
         return outs
 
-    expected = expected_of("conv_projection", torch.randn(2, 12, 6), (3, 4), branches(), training=True)
+    record = example("conv_projection", "reference", "training").call.record
+    expected = expected_of("conv_projection", **record._asdict())
     assert "of the arguments, after the call, is off by" in check(function, expected).flaw
-
-
-@pytest.mark.parametrize("gradient", [False, True])
-def test_the_reference_runs_once_in_its_dtype_and_once_in_float64(gradient):
-    dtypes = []
-
-    def counted(x, bias=None, *, approximate):
-        dtypes.append(x.dtype)
-        return reference.gelu(x, approximate=approximate)
-
-    x = torch.randn(7, 24, requires_grad=gradient)
-    for backend, each in {"reference": counted, "cpu": reference.gelu, "triton": reference.gelu}.items():
-        backends.register("gelu", backend, implementation("gelu", each))
-    task = tuner.task_of("gelu", x, approximate="none")
-    expected = task.expected()
-    measurements = {name: tuner.check(function, expected) for name, function in task.candidates.items()}
-    assert dtypes == [torch.float32, torch.float64]
-    assert len(measurements) == 3
-    assert len(set(measurements.values())) == 1  # the reference has its error all the same
-    assert measurements["reference"].error > 0
 
 
 # Right kernels --------------------------------------------------------------------------------------------
@@ -209,7 +152,7 @@ VALUES = ("normal", "zeros", "constant", "small")
 LAYOUTS = ("offset", "sliced", "transposed", "expanded")
 DATA = [*(("usual", {"values": each}) for each in VALUES), *(("usual", {"layout": each}) for each in LAYOUTS)]
 DATA += [("odd", {}), ("empty", {}), ("many", {}), ("usual", {"gradient": "all", "layout": "transposed"})]
-DATA += [("usual", {"parameters": "zeros"})]
+DATA += [("usual", {"parameters": "zeros"}), ("inplace=True", {}), ("rows", {}), ("SegFormer", {})]
 
 
 def flaws(made) -> dict[str, str | None]:
@@ -220,9 +163,12 @@ def flaws(made) -> dict[str, str | None]:
         return {name: tuner.check(each, expected).flaw for name, each in task.candidates.items()}
 
 
-@pytest.mark.parametrize("operator", CPU_KERNELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-@pytest.mark.parametrize(("name", "settings"), DATA, ids=str)
+@pytest.mark.parametrize(
+    ("operator", "name", "settings"),
+    [(each, *data) for data in DATA for each in CPU_KERNELS if data[0] in EXAMPLES[each]],
+    ids=str,
+)
 def test_right_kernels_pass(operator, name, settings, dtype):
     found = flaws(served(operator, "cpu", name, dtype=dtype, **settings))
     assert "cpu" in found
@@ -256,48 +202,17 @@ def is_guarded(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= tensor.nbytes + 2 * 2**16
 
 
-def cpu(operator, gradient="none", name="usual"):
-    """Returns a call of a CPU kernel, and the tensors that it may want a gradient of."""
-    made = example(operator, "cpu", name, gradient=gradient)
-    function = backends.registered(operator, "cpu").load().function
-    with torch.set_grad_enabled(made.call.gradient):
-        return tensors_of(function(made.call.record)), made.leaves()
+def outputs_of(operator):
+    made = example(operator, "cpu", "usual")
+    return tensors_of(backends.registered(operator, "cpu").load().function(made.call.record))
 
 
 @pytest.mark.parametrize("operator", CPU_KERNELS)
 def test_outputs_of_cpu_kernels_lie_in_guarded_memory(operator):
     with tuner.guarded_memory() as memory:
-        assert all(is_guarded(out) for out in cpu(operator)[0])
+        assert all(is_guarded(out) for out in outputs_of(operator))
     assert not memory.is_overwritten()
-    assert not any(is_guarded(out) for out in cpu(operator)[0])
-
-
-def test_gradients_of_cpu_kernels_lie_in_guarded_memory():
-    with tuner.guarded_memory():
-        [out], leaves = cpu("gelu", "all")
-        gradient, *_ = torch.autograd.grad(out, leaves, torch.ones_like(out))
-    assert is_guarded(gradient)
-
-
-def test_allocations_are_direct_again_after_an_error():
-    with pytest.raises(ZeroDivisionError), tuner.guarded_memory():
-        _ = 1 / 0
-    with recorded_operators() as operators:
-        cpu("gelu")[0][0]
-    assert not any("empty" in name for name in operators)
-
-
-@pytest.mark.parametrize("layout", ["contiguous", *LAYOUTS])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copies_in_guarded_memory(layout, dtype):
-    x = laid_out(torch.randn(3, 4, 5).to(dtype), layout)
-    memory = tuner.GuardedMemory()
-    copy = memory.copy(x)
-    assert torch.equal(copy, x)
-    assert copy.stride() == x.stride()
-    assert copy.data_ptr() % 64 == x.data_ptr() % 64
-    assert copy.data_ptr() != x.data_ptr()
-    assert not memory.is_overwritten()
+    assert not any(is_guarded(out) for out in outputs_of(operator))
 
 
 # 8-bit numbers --------------------------------------------------------------------------------------------
@@ -361,43 +276,10 @@ def test_right_and_wrong_rows_of_8_bit_numbers(operator, dtype):
             assert (flaw is None) == is_right, (name, flaw)
 
 
-def _with_truncated_input(x, weight, *args, x_scales, **settings):
-    if x_scales is None:
-        wide = reference.quantize_rows(x.double())
-        x, x_scales = wide.values.trunc().to(torch.int8), wide.scales.float()
-    return reference.linear_int8(x, weight, *args, x_scales=x_scales, **settings)
-
-
-def _without_a_row(x, weight, *args, **settings):
-    weight = weight.clone()
-    weight[3] = 0
-    return reference.linear_int8(x, weight, *args, **settings)
-
-
-def _dequantized(x, weight, scale, bias, *, x_scales, approximate, residual, dtype):
-    rows = x if x_scales is None else x * x_scales
-    product = nn.functional.linear(rows.float(), weight.float() * scale[:, None], bias.float())
-    return (reference.gelu(product, approximate=approximate) + residual).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [{"rounded": False}, {"rounded": True}], ids=str)
-def test_right_and_wrong_products_of_8_bit_numbers(rows, dtype):
-    expected = expected_of_integers(
-        "linear_int8", dtype=dtype, added=True, approximate="tanh", leading="tokens", rows=20, **rows
-    )
-    for right in (reference.linear_int8, _dequantized):
-        assert check(right, expected).flaw is None
-    wrong = [_without_a_row, lambda *args, **settings: torch.empty_like(settings["residual"])]
-    if not rows["rounded"] and dtype == "float32":
-        wrong.append(_with_truncated_input)
-    for kernel in wrong:
-        assert "wrong: output 0 is off by" in check(kernel, expected).flaw
-
-
 def test_tuning_exchanges_no_data_with_other_processes():
-    convs = tuple(conv._replace(process_group=object()) for conv in branches())
-    task = tuner.task_of("conv_projection", torch.randn(3, 12, 6), (3, 4), convs, training=True)
+    x, grid, convs, _ = example("conv_projection", "reference", "training", batch=3).call.record
+    convs = tuple(conv._replace(process_group=object()) for conv in convs)
+    task = tuner.task_of("conv_projection", x, grid, convs, training=True)
     for call in (task.sample, task.timed):
         assert call.record.x.shape[0] == 3
         assert all(conv.process_group is None for conv in call.record.convs)
@@ -510,17 +392,3 @@ def test_on_a_gpu_the_device_decides_whatever_the_host_takes(monkeypatch, fastes
     assert tuner.fastest(timed, "triton", call.device) == fastest
     assert timed[fastest].seconds == pytest.approx(1e-5)
     assert captured == 4 * [calls]
-
-
-def test_gradients_are_timed_by_the_kernels_that_the_check_has_run():
-    """Without gradients a forward may have other kernels, which would be compiled for nothing."""
-    enabled = []
-
-    def function(call):
-        enabled.append(torch.is_grad_enabled())
-        return call.x * 2
-
-    record = backends.operators["gelu"].bind(torch.randn(4, 8, requires_grad=True))
-    run = tuner.runner_of(function, tuner.Call(record, True))
-    run()
-    assert enabled == [True, True]

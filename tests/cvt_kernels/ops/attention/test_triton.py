@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt_kernels import backends
@@ -34,10 +32,6 @@ def run(backend, tensors, *, scale=None, double=False):
 
 
 # Results and gradients ------------------------------------------------------------------------------------
-
-
-def sizes(queries, keys, heads=2, channels=16, **settings):
-    return {"queries": queries, "keys": keys, "heads": heads, "channels": channels, **settings}
 
 
 @pytest.mark.parametrize("keys", [5, 66])
@@ -95,14 +89,6 @@ def test_programs_that_take_more_work_give_the_same(monkeypatch):
     expected = run("triton", tensors)
     monkeypatch.setattr(forward, "ENOUGH_PROGRAMS", 1)
     assert all(map(torch.equal, run("triton", tensors), expected))
-
-
-@given(keys=st.integers(1, 600), widest=st.sampled_from([16, 64, 128]))
-def test_tiles_of_keys_waste_less_than_16(keys, widest):
-    firsts, widths = forward.key_tiles(keys, widest)
-    assert firsts == tuple(sum(widths[:i]) for i in range(len(widths)))
-    assert all(width & (width - 1) == 0 and 16 <= width <= widest for width in widths)
-    assert 0 <= sum(widths) - keys < 16
 
 
 def test_float32_takes_tensor_cores_where_pytorch_allows_tf32():

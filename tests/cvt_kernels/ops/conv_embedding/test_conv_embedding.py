@@ -1,4 +1,4 @@
-"""The token embedding: positions, kinds of calls, and what depends on TF32."""
+"""The token embedding: what depends on TF32."""
 
 import pytest
 import torch
@@ -12,32 +12,8 @@ from tests.checks import precision_of
 
 IMAGE = torch.randn(2, 3, 20, 24, generator=torch.Generator().manual_seed(0))
 WEIGHT = torch.randn(16, 3, 7, 7, generator=torch.Generator().manual_seed(1)) / 12
-BIAS, GAMMA, BETA, TOKEN = torch.randn(4, 16, generator=torch.Generator().manual_seed(2))
-POSITIONS = torch.randn(1 + 5 * 6, 16, generator=torch.Generator().manual_seed(3))
+BIAS = torch.randn(16, generator=torch.Generator().manual_seed(2))
 SETTINGS = {"stride": 4, "padding": 2}
-
-
-@pytest.mark.parametrize("backend", ["auto", "cpu", "composed", "reference"])
-@pytest.mark.parametrize("token", [None, TOKEN])
-def test_positions_are_added(token, backend):
-    arguments = (IMAGE, WEIGHT, BIAS, GAMMA, BETA)
-    positions = POSITIONS[int(token is None) :]
-    before = positions.clone()
-    with ck.use_backend(*(["composed", "reference"] if backend == "composed" else [backend])):
-        tokens = ck.conv_embedding(*arguments, **SETTINGS, class_token=token)
-        added = ck.conv_embedding(*arguments, **SETTINGS, class_token=token, positions=positions)
-    torch.testing.assert_close(added, tokens + positions)
-    assert torch.equal(positions, before)
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_kinds_of_calls(layout):
-    words = choose.cache_key(
-        "conv_embedding", IMAGE.contiguous(memory_format=layout), WEIGHT, BIAS, GAMMA, BETA, **SETTINGS,
-        eps=1e-5, class_token=TOKEN, positions=POSITIONS,
-    )  # fmt: skip
-    assert "3 to 16 channels, kernel/stride/padding 7/4/2, and a class token, and positions" in words
-    assert ("channels last" in words) == (layout == torch.channels_last)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The token embedding in Triton: views, positions, packed weights, and which kernel serves."""
+"""The token embedding in Triton: views, positions, vectors of float32, precision."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from torch.nn import functional as F
 import cvt_kernels as ck
 from cvt_kernels import backends
 from cvt_kernels.launch import launching
-from cvt_kernels.ops.conv_embedding.triton import embed, operator, patches
-from tests.checks import assert_accurate, needs_float64, precision_of
-from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
+from cvt_kernels.ops.conv_embedding.triton import embed, operator
+from tests.checks import needs_float64, precision_of
+from tests.contract.examples import assert_agrees, made_of
 
 FLOAT64 = pytest.param("float64", marks=needs_float64)
 
@@ -25,17 +25,6 @@ LATER = sizes(9, 14, inputs=40, channels=24, kernel=3, stride=2, padding=1)
 PATCHES = sizes(
     9, 14, inputs=40, channels=24, kernel=4, stride=4, padding=0, channels_last=True, class_token=False
 )
-WINDOWS = [
-    PATCHES,
-    PATCHES | sizes(8, 8, kernel=8, stride=8, inputs=32, channels=32),
-    PATCHES | sizes(7, 5, kernel=2, stride=2, inputs=5, channels=300),
-    PATCHES | sizes(5, 3, kernel=1, stride=1, inputs=1, channels=1),
-    PATCHES | sizes(3, 22, kernel=3, stride=3, inputs=7, channels=160, bare=True),
-]
-each_stage = pytest.mark.parametrize(
-    ("stage", "kernel"), [(FIRST, "embed"), (LATER, "normalize")], ids=["first", "later"]
-)
-with_positions = pytest.mark.parametrize("positions", [False, True], ids=["", "positions"])
 
 
 def call_of(**settings):
@@ -71,14 +60,15 @@ def test_positions_are_added_before_rounding(settings):
     assert torch.equal(tokens[0, 0], call.class_token + call.positions[0])
 
 
-def test_positions_in_no_order_are_copied():
+@pytest.mark.parametrize("name", ["positions", "weight"])
+def test_what_lies_in_no_order_is_copied(name):
     call = call_of(**PATCHES | {"positions": True}, dtype="float16")
-    strided = call._replace(positions=call.positions.repeat_interleave(2, dim=1)[:, ::2])
+    strided = call._replace(**{name: getattr(call, name).repeat_interleave(2, dim=1)[:, ::2]})
     assert torch.equal(run(strided), run(call))
 
 
-@each_stage
-def test_vectors_of_float32_beside_half_precision(stage, kernel):
+@pytest.mark.parametrize("stage", [FIRST, LATER], ids=["first", "later"])
+def test_vectors_of_float32_beside_half_precision(stage):
     call = call_of(**stage, dtype="bfloat16", class_token=True, positions=True)
     rounded = run(call)
     names = "norm_weight", "norm_bias", "class_token", "positions"
@@ -124,26 +114,6 @@ def test_programs_share_an_image(chip, monkeypatch):
     assert_agrees("conv_embedding", "triton", **FIRST | sizes(64, 40), batch=3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("settings", WINDOWS, ids=str)
-@with_positions
-def test_windows_of_a_packed_weight(positions, settings, dtype):
-    settings = settings | {"class_token": positions, "positions": positions}
-    call = call_of(**settings, batch=3, dtype=str(dtype).removeprefix("torch."))
-    call = call._replace(weight=call.weight.contiguous(memory_format=torch.channels_last))
-    (launched,) = launched_by(call)
-    assert launched.arguments["w_ptr"] is call.weight
-    reference = backends.operators["conv_embedding"].reference
-    exact = [each.double() if isinstance(each, torch.Tensor) else each for each in call]
-    assert_accurate(run(call), reference(call), reference(type(call)(*exact)))
-
-
-def test_a_weight_in_no_order_is_copied():
-    call = call_of(**PATCHES, dtype="float16")
-    strided = call._replace(weight=call.weight.repeat_interleave(2, dim=1)[:, ::2])
-    assert torch.equal(run(strided), run(call))
-
-
 def test_pixels_apart_are_not_gathered():
     call = call_of(**PATCHES | {"inputs": 1}, dtype="float16")
     assert kernels_of(call) == ["_conv_embedding_patches_kernel"]
@@ -166,40 +136,6 @@ def test_tokens_are_read_as_they_lie():
     (launch_of_view,) = launched_by(changed)
     assert launch_of_view.arguments["image_ptr"] is wide
     assert launch_of_view.arguments["w_ptr"].data_ptr() == weight.data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        (PATCHES, None),
-        (PATCHES | {"stride": 3}, "windows overlap or are apart"),
-        (PATCHES | {"padding": 1}, "windows overlap or are apart"),
-        (PATCHES | {"channels_last": False}, "channels are not last"),
-        (PATCHES | {"channels": 513}, "tokens have 513 channels, more than 512"),
-        (PATCHES | {"class_token": True}, None),
-        (PATCHES | {"dtype": "float32"}, "float32 would need more registers than there are"),
-    ],
-    ids=str,
-)
-def test_which_windows_are_gathered(settings, reason):
-    call = call_of(**{"dtype": "float16"} | settings)
-    told = patches.why_not_gathered(call.image, call.weight, call.stride, call.padding, call.class_token)
-    assert told == reason
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        (FIRST, None),
-        (FIRST | {"channels": 128}, None),
-        (FIRST | {"channels": 192}, "there is no configuration for 192 channels"),
-        (LATER, "the convolution's window has many values"),
-    ],
-    ids=str,
-)
-def test_one_kernel_or_two(settings, reason):
-    call = call_of(**settings, dtype="float16")
-    assert embed.why_not_embedded(call.image, call.weight, call.stride, call.padding) == reason
 
 
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])

@@ -5,12 +5,12 @@ import torch
 
 import cvt_kernels as ck
 from cvt.tools.commands.compile import launches
-from cvt_kernels import backends, launch
+from cvt_kernels import launch
 from cvt_kernels.launch import formulas, launching, tables
 from cvt_kernels.launch.records import ConvLinear
-from cvt_kernels.ops.conv_linear.triton import common, forward
+from cvt_kernels.ops.conv_linear.triton import common
 from cvt_kernels.ops.conv_projection.triton.common import Geometry
-from tests.cvt_kernels.ops.agreement import assert_agrees, made_of
+from tests.contract.examples import assert_agrees, made_of
 
 SMALL = ConvLinear(tokens=16, branches=1, outputs=16, chunk=16, num_warps=1, registers=255)
 WIDE = ConvLinear(tokens=256, branches=2, outputs=256, chunk=64, num_warps=32, registers=64)
@@ -36,54 +36,6 @@ def _wide_tiles():
 def sizes(batch, grid, channels, **settings):
     height, width = grid
     return {"batch": batch, "height": height, "width": width, "channels": channels, **settings}
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        sizes(2, (5, 7), 196, outputs=72),
-        sizes(1, (9, 14), 260, class_token=False, bare=True, dtype="float16"),
-        sizes(3, (1, 6), 200, branches=2, outputs=520, dtype="bfloat16"),
-    ],
-    ids=str,
-)
-def test_many_channels_take_two_launches(settings):
-    call = made_of("conv_linear", "triton", gradient="none", **settings).call.record
-    few = launching.Chip(90, 1)  # multiprocessors, so that there are many tokens for them
-    assert launched(call, few) == ["conv_projection_sliding_fwd", "grouped_linear"]
-
-
-def launched(call, chip=H200):
-    """Returns the names of the kernels that serve a call."""
-    with launching.recorded_launches(chip) as recorded, torch.no_grad():
-        forward.conv_linear(call)
-    return [launch.kernel.__name__.strip("_").removesuffix("_kernel") for launch in recorded]
-
-
-@pytest.mark.parametrize(
-    ("images", "grid", "channels", "launches"),
-    [
-        (256, (56, 56), 64, 1),
-        (8, (28, 28), 192, 1),
-        (32, (28, 28), 192, 2),
-        (8, (14, 14), 384, 2),
-        (1, (14, 14), 384, 1),
-    ],
-)
-def test_launches_by_size(images, grid, channels, launches):
-    with torch.device("meta"):
-        x = torch.empty(images, grid[0] * grid[1], channels, dtype=torch.bfloat16)
-        conv = made_of("conv_linear", "reference").call.record.convs[0]
-        vector = torch.empty(channels, dtype=torch.bfloat16)
-        convs = [
-            conv._replace(
-                weight=vector.new_empty(channels, 1, 3, 3), bn_weight=vector, bn_bias=vector,
-                running_mean=vector, running_var=vector, stride=stride,
-            )
-            for stride in (1, 2, 2)
-        ]  # fmt: skip
-        linears = [(vector.new_empty(channels, channels), vector)] * 3
-    assert len(launched(backends.operators["conv_linear"].bind(x, grid, convs, linears))) == launches
 
 
 @pytest.mark.parametrize("without_bias", [(), (1,), (0, 1, 2)])

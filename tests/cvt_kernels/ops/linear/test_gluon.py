@@ -59,17 +59,6 @@ def test_gradients_are_refused():
         assert gluon.why_unsupported(record) == "has no gradients"
 
 
-@pytest.mark.parametrize(
-    ("rows", "programs"), [(1, 24), (197, 96), (50432, 132)], ids=["one row", "an image", "256 images"]
-)
-def test_programs_fill_the_chip_and_stay(rows, programs):
-    record = call(rows=rows, outputs=1536, operator="linear_gelu")
-    with launching.recorded_launches(launching.Chip(90, 132)) as launches:
-        gluon._product(*record[:3], None, "none")
-    (launch,) = launches
-    assert launch.grid == (programs,)
-
-
 def test_tensors_that_tma_cannot_read_are_copied():
     x = torch.zeros(64 * 64 + 1, dtype=torch.bfloat16)[1:].view(64, 64)
     record = call(rows=64, inputs=64, outputs=64, device="cpu")

@@ -1,4 +1,4 @@
-"""Linear layers: the gradient of a bias, calls without a choice, what entries choose, samples."""
+"""Linear layers: the gradient of a bias, calls without a choice, samples."""
 
 import contextlib
 import dataclasses
@@ -10,16 +10,7 @@ from torch.nn import functional as F
 
 import cvt_kernels as ck
 from cvt_kernels import backends
-from cvt_kernels.tuning import tuner
-from tests.checks import assert_accurate, record_calls, remember_entry
-
-FORMS = [
-    ("convolution", torch.float32),
-    ("convolution", torch.bfloat16),
-    ("convolution", torch.float16),
-    ("float32", torch.bfloat16),
-    ("float32", torch.float16),
-]
+from tests.checks import assert_accurate, record_calls
 
 
 @contextlib.contextmanager
@@ -45,18 +36,6 @@ def make(shape, outputs, dtype=torch.float32):
     return [t.to(dtype) for t in tensors]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("gradient", [False, True])
-def test_every_form_passes_its_accuracy_check(dtype, gradient):
-    x, weight, bias = make((2, 50, 64), 24, dtype)
-    task = tuner.task_of("linear", x, weight.requires_grad_(gradient), bias)
-    forms = {name for name, of in FORMS if of == dtype and not (gradient and name == "float32")}
-    assert set(task.candidates) == {*forms, "reference"}
-    expected = task.expected()
-    flaws = {name: tuner.check(candidate, expected).flaw for name, candidate in task.candidates.items()}
-    assert flaws == dict.fromkeys(task.candidates)
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_gradient_of_the_bias_of_a_convolution_is_pytorchs_sum(threads):
     """OneDNN, which serves with more than one thread, makes one sum over all rows."""
@@ -75,24 +54,6 @@ def test_the_gradient_of_the_bias_of_a_convolution_is_pytorchs_sum(threads):
 
 
 # The calls that have a choice -----------------------------------------------------------------------------
-
-
-def test_calls_that_a_form_refuses():
-    x, weight, bias = make((3, 8), 5)
-    half = [t.bfloat16() for t in (x, weight, bias)]
-    autocast = torch.autocast("cpu", torch.float16)
-    for name, tensors, context, reason in (
-        ("convolution", (x.double(), weight.double()), contextlib.nullcontext(), "no advantage in float64"),
-        ("float32", (x, weight, bias), contextlib.nullcontext(), "serves 16-bit tensors only"),
-        ("float32", (half[0].requires_grad_(), *half[1:]), contextlib.nullcontext(), "has no gradients"),
-        ("float32", (half[0].detach(), *half[1:]), autocast, "autocast would convert the float32 numbers"),
-    ):
-        with ck.use_backend(name), context, pytest.raises(ck.BackendUnavailable, match=reason):
-            ck.linear(*tensors)
-        with ck.use_backend(name, "reference"), context:
-            out, expected = ck.linear(*tensors), F.linear(*tensors)
-        assert out.dtype == expected.dtype
-        torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 def test_calls_that_have_no_choice():
@@ -121,32 +82,6 @@ def test_a_subclass_of_tensor_computes_itself():
         assert isinstance(ck.linear(x.as_subclass(Quantized), weight, bias), Quantized)
         assert isinstance(ck.linear(x, weight, bias.as_subclass(Quantized)), Quantized)
     assert not calls
-
-
-# The choice -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "dtype"), [*FORMS, ("reference", torch.float32)], ids=str)
-def test_the_entry_chooses(name, dtype):
-    x, weight, bias = make((3, 8), 5, dtype)
-
-    def call_others():
-        ck.linear(x.repeat(10, 1), weight, bias)
-        ck.linear(x, weight[:4], bias[:4])
-        ck.linear(x, nn.Parameter(weight), bias)
-        ck.linear(x.double(), weight.double(), bias.double())
-
-    with counted_calls() as by_the_table:  # which has a row for 16 bits on some processors
-        call_others()
-    if dtype == torch.float32:
-        assert by_the_table == ["reference"] * 4
-    remember_entry(name, "linear", x, weight, bias)
-    with counted_calls() as calls:
-        ck.linear(x, weight, bias)
-        ck.linear(x[:2], weight, None)  # of the same class
-        assert calls == [name, name]
-        call_others()
-        assert calls == [name, name, *by_the_table]
 
 
 @pytest.mark.parametrize("operator", ["linear_add", "linear_add_layer_norm"])

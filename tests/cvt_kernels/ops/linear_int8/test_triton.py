@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cvt_kernels as ck
 from cvt_kernels import backends, machine
@@ -38,15 +36,6 @@ def assert_same_rows(ours, theirs):
     torch.testing.assert_close(ours.scales, theirs.scales, rtol=0, atol=0, equal_nan=True)
 
 
-def assert_near_rows(ours, theirs, *, rtol=2e-6):
-    """Fails where scales differ in more than their last digits, or a number is not the same or the next."""
-    torch.testing.assert_close(ours.scales, theirs.scales, rtol=rtol, atol=0, equal_nan=True)
-    values, expected = ours.values.double(), theirs.values.double()
-    steps = 1.0 if ours.values.dtype == torch.int8 else (expected.abs() / 8).clamp(min=2.0**-9)
-    assert ((values - expected).abs() <= steps).all()
-    assert (values != expected).double().mean() < 0.01
-
-
 # Rows -----------------------------------------------------------------------------------------------------
 
 
@@ -72,55 +61,18 @@ def special_rows(channels, dtype):
 @every_number
 @every_dtype
 def test_rows_have_the_bits_of_the_reference(dtype, number):
-    for channels in (1, 7, 64, 192, 100):
+    for channels in (1, 7, 64, 192, 100, 5000):
         x = special_rows(channels, dtype)
         assert_same_rows(*both(ck.quantize_rows, x, dtype=number))
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.data())
-def test_rows_of_odd_sizes(data):
-    shape = [data.draw(st.sampled_from([1, 2, 5, 33])) for _ in range(2)]
-    channels = data.draw(st.integers(1, 200))
-    number, dtype = (data.draw(st.sampled_from(each)) for each in (NUMBERS, DTYPES))
-    x = (10 ** data.draw(st.integers(-6, 3)) * torch.randn(*shape, channels)).to(DEVICE, dtype)
-    if data.draw(st.booleans()):
-        x = x.transpose(0, 1)
-    assert_same_rows(*both(ck.quantize_rows, x, dtype=number))
-
-
-def test_the_longest_rows():
-    assert_same_rows(*both(ck.quantize_rows, randn(3, 5000)))
-
-
-@every_number
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_layer_norm(dtype, number):
-    """Not in bfloat16, to which Triton's interpreter rounds a shifted row wrongly."""
-    for channels in (64, 192, 50):
-        x = randn(9, 3, channels, dtype=dtype)
-        x[0, 0] = 5
-        vectors = [randn(channels, dtype=dtype) for _ in range(3)]
-        assert_near_rows(*both(ck.layer_norm_quantize, x, *vectors[:2], shift=vectors[2], dtype=number))
-        assert_near_rows(*both(ck.layer_norm_quantize, x + 30, eps=0.1, dtype=number), rtol=1e-5)
 
 
 def test_a_shift_is_added_in_the_dtype_of_x():
     x, shift = torch.full((1, 4), 1024.0), torch.tensor([0.2, 0.4, 0.6, 0.8])
     x, shift = x.to(DEVICE, torch.float16), shift.to(DEVICE)
     ours, theirs = both(ck.layer_norm_quantize, x, shift=shift)
-    assert_near_rows(ours, theirs, rtol=1e-4)
+    torch.testing.assert_close(ours.scales, theirs.scales, rtol=1e-4, atol=0)
+    assert ((ours.values - theirs.values).abs() <= 1).all()
     assert len(ours.values.unique()) == 2  # the sums are 1024 and 1025
-
-
-@every_number
-@pytest.mark.parametrize("approximate", ["none", "tanh", "quick"])
-def test_gelu(approximate, number):
-    for dtype, channels in ((torch.float32, 64), (torch.bfloat16, 100)):
-        x, bias = 3 * randn(30, channels, dtype=dtype), randn(channels, dtype=dtype)
-        options = {"approximate": approximate, "dtype": number}
-        assert_near_rows(*both(ck.gelu_quantize, x, bias, **options))
-        assert_near_rows(*both(ck.gelu_quantize, x - 4, **options))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, which interprets
@@ -135,49 +87,11 @@ def test_rows_that_are_not_finite(number):
         assert ours.values[[0, 3, 5]].float().any(1).all()
 
 
-# What is refused -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("call", "reason"),
-    [
-        (lambda: ck.quantize_rows(randn(0, 4)), "the batch is empty"),
-        (lambda: ck.quantize_rows(randn(2, 8193)), "rows of 8193 channels, more than 8192"),
-        (lambda: ck.gelu_quantize(randn(2, 4).double()), "float64 is not rounded"),
-    ],
-)
-def test_calls_that_are_refused(call, reason):
-    with ck.use_backend("triton"), pytest.raises(ck.BackendUnavailable, match=reason):
-        call()
-
-
 def test_float8_needs_a_chip_that_has_it():
     call = backends.operators["quantize_rows"].bind(randn(2, 4), dtype=torch.float8_e4m3fn)
     with launching.recorded_launches(launching.Chip(80, 108)):
         assert "needs compute capability 8.9, got 8.0" in operator.why_rows_unsupported(call)
         assert operator.why_rows_unsupported(call._replace(dtype=torch.int8)) is None
-
-
-# On a GPU -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-def test_captured_in_a_graph():
-    x = randn(2, 50, 64)
-
-    def function():
-        rows = ck.layer_norm_quantize(x)
-        return ck.gelu_quantize(rows.values * rows.scales).scales
-
-    with ck.use_backend("triton"):
-        expected = function()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = function()
-        x.mul_(torch.arange(64, device=x.device))  # read when it is replayed
-        graph.replay()
-        assert not torch.equal(out, expected)
-        torch.testing.assert_close(out, function(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("capability", "converts_exactly"), [(89, False), (90, True), (100, True)])

@@ -9,19 +9,12 @@ from cvt_kernels import backends, machine
 from cvt_kernels.launch import launching
 from cvt_kernels.ops import reduction_linear
 from tests.checks import recorded_operators
-from tests.cvt_kernels.ops.agreement import made_of
-
-SIZES = [
-    {"height": 9, "width": 14, "channels": 40, "kernel": 4, "outputs": 40},
-    {"height": 8, "width": 16, "channels": 32, "kernel": 8, "outputs": 32, "layers": 1},
-    {"height": 7, "width": 5, "channels": 300, "kernel": 2, "outputs": 70, "layers": 3},
-    {"height": 5, "width": 3, "channels": 1, "kernel": 1, "outputs": 1},
-    {"height": 3, "width": 22, "channels": 160, "kernel": 3, "outputs": 7, "bare": True},
-]
+from tests.contract.examples import made_of
 
 
 def call_of(**settings):
-    return made_of("reduction_linear", "triton", **settings).call.record
+    sizes = {"height": 9, "width": 14, "channels": 40, "kernel": 4, "outputs": 40}
+    return made_of("reduction_linear", "triton", **sizes, **settings).call.record
 
 
 def run(call):
@@ -32,7 +25,7 @@ def run(call):
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_one_launch_reads_parameters_in_place(channels_last):
-    call = call_of(**SIZES[0], channels_last=channels_last)
+    call = call_of(channels_last=channels_last)
     with launching.recorded_launches(launching.Chip(90, 132)) as launches, recorded_operators() as operators:
         run(call)
     (launched,) = launches
@@ -43,7 +36,7 @@ def test_one_launch_reads_parameters_in_place(channels_last):
 
 
 def test_layers_of_several_widths():
-    call = call_of(**SIZES[0], dtype="float16")
+    call = call_of(dtype="float16")
     (weight, bias), other = call.linears
     call = call._replace(linears=((weight[:5], None if bias is None else bias[:5]), other))
     found = run(call)
@@ -75,7 +68,7 @@ def test_it_is_the_modules_of_an_attention_with_a_reduction():
 @pytest.mark.skipif(not machine.INTERPRETING, reason="the kernel is compiled, not interpreted")
 @torch.no_grad()
 def test_a_written_weight_counts():
-    call = call_of(**SIZES[0], gradient="none")
+    call = call_of(gradient="none")
     before = run(call)
     run(call)
     call.weight.mul_(2)

@@ -112,6 +112,11 @@ def check_images_apart(arguments, atol):
     torch.testing.assert_close(out.double(), exact, rtol=0, atol=atol)
 
 
+def is_computed(x, rows):
+    """Returns which tokens (B, T, 1) are among the rows."""
+    return (rows[:, :, None] == torch.arange(x.shape[1])).any(1)[..., None]
+
+
 def quantized(layer, dtype=torch.int8):
     values, scales = reference.quantize_rows(layer.weight, dtype=dtype)
     return QuantizedLinear(values, scales.flatten(), layer.bias)

@@ -11,6 +11,7 @@ from tests.cvt_kernels.ops.transformer_block.calls import (
     call,
     check_images_apart,
     decibels,
+    is_computed,
     make,
     pyramid,
     some_rows,
@@ -20,32 +21,28 @@ from tests.cvt_kernels.ops.transformer_block.calls import (
 
 def check_values():
     """Checks all kinds of blocks, for ``tests/contract/test_sizes.py`` on every instruction set."""
-    from tests.cvt_kernels.ops.transformer_block import test_rows
-
     torch.manual_seed(0)
     for dtype, atol in ((torch.float32, 1e-4), (torch.bfloat16, 0.2), (torch.float16, 2e-2)):
-        check_images_apart(
-            make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1, dtype=dtype), atol
-        )
-        for convolves in (True, False):
-            settings = {"heads": 5, "hidden": 600, "convolves": convolves, "dtype": dtype}
-            check_images_apart(pyramid(3, (11, 9), 40, **settings), atol)
-        arguments = make(grid=(5, 8), channels=40, heads=2, width=72, class_tokens=1, dtype=dtype)
-        for scores in ("cls", "avg"):
-            test_rows.check("cpu", arguments, some_rows(*arguments[:2], 23), scores)
-        x, grid, block = arguments = with_quantized(arguments)
-        rows = some_rows(x, grid, 23)
-        among_all = torch.where(test_rows.is_computed(x, rows), call("cpu", arguments), x)
-        assert torch.equal(call("cpu", arguments, rows=rows), among_all)
-        for empty in ({}, {"rows": rows[:0]}):
-            assert call("cpu", (x[:0], grid, block), **empty).shape == x[:0].shape
+        wide = {"channels": 40, "heads": 5, "hidden": 600, "dtype": dtype}
+        for arguments in (
+            make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1, dtype=dtype),
+            *(pyramid(3, (11, 9), **wide, convolves=convolves) for convolves in (True, False)),
+        ):
+            check_images_apart(arguments, atol)
+        usual = make(grid=(5, 8), channels=40, heads=2, width=72, class_tokens=1, dtype=dtype)
+        without = (make(3, (12, 15), 40, 2, ratio=ratio, dtype=dtype) for ratio in (0, 3))
+        for x, grid, block in (usual, with_quantized(usual), *without):
+            rows = some_rows(x, grid, 23)
+            among_all = torch.where(is_computed(x, rows), call("cpu", (x, grid, block)), x)
+            assert torch.equal(call("cpu", (x, grid, block), rows=rows), among_all)
+            for empty in ({}, {"rows": rows[:0]}):
+                assert call("cpu", (x[:0], grid, block), **empty).shape == x[:0].shape
     for which in (range(6), (0, 3, 5), (1, 4)):
         arguments = make(grid=(9, 8), channels=80, heads=2, width=144, class_tokens=1)
         x, *_ = arguments = with_quantized(arguments, which)
         same = reference.transformer_block(*arguments)
-        assert (
-            decibels(same - x, call("cpu", arguments) - x) > 40
-        )  # a number close to a tie leaves 49 and more
+        # A number close to a tie leaves 49 and more.
+        assert decibels(same - x, call("cpu", arguments) - x) > 40
         check_images_apart(arguments, 1.0)
 
 

@@ -6,77 +6,17 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels import checks, reference
 from cvt_kernels.ops import token_selection
-from tests.checks import assert_accurate, needs_extension, not_built
+from tests.checks import not_built
 from tests.cvt_kernels.ops.transformer_block.calls import (
     call,
     decibels,
     every_backend,
     far_from_ties,
-    in_float64,
+    is_computed,
     make,
     some_rows,
     with_quantized,
 )
-
-
-def is_computed(x, rows):
-    """Returns which tokens (B, T, 1) are among the rows."""
-    return (rows[:, :, None] == torch.arange(x.shape[1])).any(1)[..., None]
-
-
-def check(backend, arguments, rows, scores):
-    """Compares a call, a second one like it, and one in place, with the reference and with float64."""
-    x, grid, block = arguments
-    settings = {"rows": rows, "scores": scores}
-    same = reference.transformer_block(*arguments, **settings)
-    exact = reference.transformer_block(*in_float64(arguments), **settings)
-    out, received = call(backend, arguments, **settings)
-    again, same_received = call(backend, arguments, **settings)
-    assert torch.equal(again, out)
-    assert torch.equal(same_received, received)
-    stream = x.clone()
-    assert call(backend, (stream, grid, block), **settings, inplace=True)[0] is stream
-    assert torch.equal(stream, out)
-    assert torch.equal(call(backend, arguments, rows=rows), out)  # scores change nothing
-    assert torch.equal(torch.where(is_computed(x, rows), x, out), x)
-    assert received.dtype == (torch.float64 if x.dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(received.sum(1), torch.full_like(received[:, 0], block.num_heads))
-    if x.dtype == torch.float64:  # in which the reference is no more exact
-        torch.testing.assert_close((out, received), exact, rtol=1e-12, atol=1e-12)
-        return
-    assert_accurate(out, same[0], exact[0], floor=4)
-    if x.dtype == torch.float32:
-        assert_accurate(received, same[1], exact[1], floor=8)
-    else:  # a single query decides about their error
-        torch.testing.assert_close(received.double(), exact[1].double(), rtol=0, atol=0.05)
-
-
-CASES = {
-    "a few": (lambda: make(3), 3, "avg"),
-    "some": (lambda: make(3, class_tokens=1), 11, "avg"),
-    "all": (lambda: make(3, class_tokens=1), 20, "cls"),
-    "bfloat16": (
-        lambda: make(dtype=torch.bfloat16, class_tokens=1, channels=48, approximate="quick"), 9, "cls"
-    ),
-    "one token": (lambda: make(batch=1, grid=(1, 1)), 1, "avg"),
-    "one column": (lambda: make(3, (7, 1), 21, 7), 4, "avg"),
-    "wide heads": (lambda: make(grid=(3, 8), strides=(1, 3, 3), channels=20, width=36, heads=2), 23, "avg"),
-    "several tiles": (lambda: make(grid=(13, 14), heads=2, width=96, scale=0.1), 150, "avg"),
-}  # fmt: skip
-
-
-@every_backend
-@pytest.mark.parametrize("name", CASES)
-def test_values(backend, name):
-    made, kept, scores = CASES[name]
-    arguments = made()
-    check(backend, arguments, some_rows(*arguments[:2], kept), scores)
-
-
-@pytest.mark.parametrize(("backend", "dtype"), [("cpu", torch.float16), ("composed", torch.float64)])
-def test_other_dtypes(backend, dtype):
-    arguments = make(dtype=dtype, class_tokens=1)
-    check(backend, arguments, some_rows(*arguments[:2], 9), "avg")
 
 
 @every_backend
@@ -86,18 +26,6 @@ def test_rows_of_all_tokens_are_the_whole_block(backend):
     out, whole = call(backend, arguments, rows=rows), call(backend, arguments)
     tolerance = 0 if backend == "cpu" else 1e-4
     torch.testing.assert_close(out, whole, rtol=tolerance, atol=tolerance)
-
-
-@needs_extension
-@pytest.mark.parametrize("approximate", ["none", "quick"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", [{}, {"ratio": 0}, {"ratio": 3}], ids=str)
-def test_cpu_computes_tokens_as_it_does_among_all(kind, dtype, approximate):
-    settings = {"class_tokens": int(kind.get("ratio", 0) == 0), "dtype": dtype, "approximate": approximate}
-    x, grid, _ = arguments = make(batch=3, grid=(12, 15), channels=40, heads=2, **settings, **kind)
-    rows = some_rows(x, grid, 77)
-    expected = torch.where(is_computed(x, rows), call("cpu", arguments), x)
-    assert torch.equal(call("cpu", arguments, rows=rows), expected)
 
 
 @every_backend

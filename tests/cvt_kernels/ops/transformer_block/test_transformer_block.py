@@ -7,16 +7,12 @@ import cvt_kernels as ck
 from cvt_kernels import backends, reference
 from cvt_kernels.ops.transformer_block import transformer_block
 from cvt_kernels.records import Linear
-from cvt_kernels.tuning import tuner
 from tests.cvt_kernels.ops.transformer_block.calls import (
-    BACKENDS,
     call,
     check,
     every_backend,
     make,
     pyramid,
-    some_rows,
-    with_quantized,
 )
 from tests.cvt_kernels.test_reference import random_conv
 
@@ -54,25 +50,7 @@ def test_some_tokens_without_convolutions(backend, inplace):
     torch.testing.assert_close(out, expected)
 
 
-# Tuning and kinds of calls --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("kind", ["convolutional", "pyramid", "rows", "quantized"])
-def test_every_backend_passes_its_accuracy_check(kind, inplace):
-    x, grid, block = pyramid() if kind == "pyramid" else make(class_tokens=1)
-    if kind == "quantized":
-        _, _, block = with_quantized((x, grid, block))
-    settings = {"rows": some_rows(x, grid, 9), "scores": "cls"} if kind == "rows" else {}
-    given = x.clone()
-    with torch.no_grad():
-        task = tuner.task_of("transformer_block", x, grid, block, **settings, inplace=inplace)
-        expected = task.expected()
-        measurements = {name: tuner.check(function, expected) for name, function in task.candidates.items()}
-        timed = tuner.time_in_turns(task.candidates, task.timed, measurements)
-    assert len(expected.same.outputs) == (2 if settings else 1)
-    assert {name: measurement.flaw for name, measurement in timed.items()} == dict.fromkeys(BACKENDS)
-    assert torch.equal(x, given)
+# Samples for tuning ---------------------------------------------------------------------------------------
 
 
 LARGE_GRIDS = {

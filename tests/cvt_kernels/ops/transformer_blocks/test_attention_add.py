@@ -5,7 +5,6 @@ import torch
 
 import cvt_kernels as ck
 from cvt_kernels import machine
-from cvt_kernels.ops.transformer_blocks import attention_add
 from tests.checks import assert_accurate
 from tests.cvt_kernels.ops.test_accesses import attend_and_add
 
@@ -39,19 +38,3 @@ def test_attention_layer_and_residual(queries, keys, heads, dim, outputs, block_
     )
     squares = torch.stack([part.var(1, correction=0) * part.shape[1] for part in parts])
     torch.testing.assert_close(sums[1].double(), squares, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys", "outputs", "expected"),
-    [
-        ((1, 197, 6, 64), 50, 384, 16),
-        ((2, 197, 6, 64), 50, 384, 32),
-        ((4, 197, 6, 64), 50, 384, None),
-        ((1, 784, 3, 64), 196, 192, 32),
-        ((1, 784, 3, 64), 257, 192, None),
-        ((1, 197, 3, 128), 50, 384, None),
-        ((256, 197, 6, 64), 50, 384, None),
-    ],
-)
-def test_all_programs_run_at_once(queries, keys, outputs, expected):
-    assert attention_add.tile_rows(queries, keys, outputs, 132) == expected
