@@ -10,10 +10,14 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
-from cvt_kernels.models import families, matching
+from cvt_kernels import modes
+from cvt_kernels.models import families, forward, matching
+from cvt_kernels.ops import autograd
+from cvt_kernels.tuning import choices
 from tests import microsoft_cvt
 from tests.checks import assert_accurate, record_calls
 from tests.conftest import DATA
@@ -155,6 +159,48 @@ def test_active_attention_dropout_is_left_to_the_block(make):
         assert relative(logits(fused.eval()(x)), logits(own.eval()(x))) < 1e-4
     assert len(attention_calls) == len(unfused)
     assert all(row.fused for row in ck.coverage(fused))
+
+
+def test_images_on_a_gpu_become_channels_last():
+    conv = nn.Conv2d(3, 4, 3)
+    with FakeTensorMode():
+        for dtype, expected in ((torch.bfloat16, True), (torch.float32, False)):
+            image = torch.empty(2, 3, 8, 8, dtype=dtype, device="cuda")
+            made = forward._channels_last(conv, image)
+            assert made.is_contiguous(memory_format=torch.channels_last) == expected
+        conv.register_forward_hook(lambda *_: None)
+        assert forward._channels_last(conv, image.bfloat16()).is_contiguous()
+    assert forward._channels_last(nn.Conv2d(3, 4, 3), x := torch.ones(1, 3, 8, 8, dtype=torch.bfloat16)) is x
+
+
+@every_upstream
+def test_weights_of_a_block_are_cast_together(make, monkeypatch):
+    """On a GPU; here the dtype of autocast is taken for that of the layers, too."""
+    own, fused = pair(make, "train")
+    calls, cast = [], autograd._cast_all
+    monkeypatch.setattr(autograd, "_cast_all", lambda *args: calls.append(len(args[0])) or cast(*args))
+    monkeypatch.setattr(modes, "dtype_for_layers", modes.autocast_dtype)
+    gradients = []
+    for model in (own, fused):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits(model(images())).float().square().mean().backward()
+        gradients.append({name: each.grad for name, each in model.named_parameters()})
+    blocks = 6 if make is huggingface else 4
+    # Six layers with their biases and three convolutions, in the forward and in the backward.
+    assert calls == 2 * blocks * [15]
+    for name, expected in gradients[0].items():
+        assert gradients[1][name].dtype == torch.float32
+        torch.testing.assert_close(gradients[1][name], expected, rtol=0.1, atol=0.05)
+
+
+@every_upstream
+def test_auto_computes_the_same_and_writes_nothing(make):
+    ck.use_backend("auto")
+    own, fused = pair(make, "train", **RANDOM)
+    assert_same_step(own, fused, images(), 2e-5)
+    with torch.no_grad():
+        assert relative(logits(fused.eval()(images())), logits(own.eval()(images()))) < 1e-5
+    assert not choices.cache_directory().exists()
 
 
 @pytest.mark.parametrize(

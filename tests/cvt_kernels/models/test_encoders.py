@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
 import cvt_kernels as ck
 from cvt.factory import randomize
@@ -249,7 +250,34 @@ def test_all_tokens_are_computed_where_somebody_sees_them(see):
     assert queries == [17, 17]
 
 
-@torch.no_grad()
+# Scripts that people have ----------------------------------------------------------------------------------
+
+
+def run_as_it_is_and_accelerated(model, script):
+    """Returns the results of a script for a model, then for the same one accelerated."""
+    before = script(model)
+    ck.accelerate(model)
+    return before, script(model)
+
+
+def test_features_by_dinov2_and_a_data_loader(tmp_path):
+    made("Dinov2Model", **SIZES).save_pretrained(tmp_path)
+    model = transformers.AutoModel.from_pretrained(tmp_path)
+    loader = DataLoader([*images(5, 32, 48)], batch_size=2)
+
+    def extract(model):
+        features = []
+        with torch.inference_mode():
+            for batch in loader:
+                features.append(model(pixel_values=batch).pooler_output)
+        return torch.cat(features)
+
+    before, after = run_as_it_is_and_accelerated(model, extract)
+    assert relative(after, before) < 1e-5
+    rows = ck.coverage(model, images(1, 32, 48))
+    assert [row.backends for row in rows] == 2 * [{"transformer_block": "cpu"}]
+
+
 def test_zero_shot_classification_by_clip(tmp_path):
     made("CLIPModel", vision_config=VIT, text_config=TEXT | {"eos_token_id": 63}).save_pretrained(tmp_path)
     model = transformers.CLIPModel.from_pretrained(tmp_path)
@@ -258,12 +286,35 @@ def test_zero_shot_classification_by_clip(tmp_path):
         "pixel_values": images(2, 32, 32), "input_ids": words, "attention_mask": (words > 0).long(),
     }  # fmt: skip
 
-    before = model(**arguments).logits_per_image
-    ck.accelerate(model)
-    assert relative(model(**arguments).logits_per_image, before) < 1e-5
+    @torch.no_grad()
+    def classify(model):
+        return model(**arguments).logits_per_image.softmax(dim=-1)
+
+    before, after = run_as_it_is_and_accelerated(model, classify)
+    assert relative(after, before) < 1e-5
     rows = {row.path: (row.fused, row.backends, row.reason) for row in ck.coverage(model, arguments)}
     assert rows == {
         "text_model.encoder.layers.0": (False, {}, "attention is causal"),
         "vision_model.encoder.layers.0": (True, {"transformer_block": "cpu"}, None),
         "vision_model.encoder.layers.1": (True, {"transformer_block": "cpu"}, None),
     }
+
+
+def test_depth_by_depth_anything(tmp_path):
+    backbone = transformers.Dinov2Config(
+        **SIZES, out_features=["stage1", "stage2"], apply_layernorm=True, reshape_hidden_states=False
+    )
+    made(
+        "DepthAnythingForDepthEstimation", backbone_config=backbone, patch_size=8, reassemble_hidden_size=32,
+        reassemble_factors=[2, 1], neck_hidden_sizes=[4, 8], fusion_hidden_size=4, head_hidden_size=4,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    model = transformers.AutoModelForDepthEstimation.from_pretrained(tmp_path)
+
+    @torch.no_grad()
+    def depth_of(model):
+        return model(images(1, 40, 48)).predicted_depth
+
+    before, after = run_as_it_is_and_accelerated(model, depth_of)
+    assert relative(after, before) < 1e-4
+    rows = ck.coverage(model, images(1, 40, 48))
+    assert [row.backends for row in rows] == 2 * [{"transformer_block": "cpu"}]
