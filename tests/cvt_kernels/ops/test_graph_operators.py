@@ -7,7 +7,7 @@ import torch
 
 import cvt_kernels.ops.attention.triton.autograd
 import cvt_kernels.ops.conv_projection.triton.autograd
-import cvt_kernels.ops.depthwise_conv_gelu.triton.autograd
+import cvt_kernels.ops.depthwise_conv_gelu.triton
 import cvt_kernels.ops.linear.triton.autograd  # noqa: F401
 from cvt_kernels.ops import graph_operators
 
