@@ -55,6 +55,10 @@ def test_rollout_of_a_hand_made_example():
     rolled = rollout([first[None], second[None]], spread, start)[0]
     assert rolled.tolist() == pytest.approx(expected)
     assert sum(expected) == pytest.approx(1)
+    # A token that the first block does not compute passes on all of itself.
+    kept = torch.ones(1, 2, 4, dtype=torch.bool)
+    kept[0, 0, 2] = False
+    assert rollout([first[None], second[None]], spread, start, kept).sum().item() == pytest.approx(1)
     # The order of the blocks matters.
     assert rollout([second[None], first[None]], spread, start)[0].tolist() != pytest.approx(expected)
 

@@ -91,18 +91,10 @@ def test_it_classifies_image_files(capsys, digits, tmp_path):
 def test_a_bar_and_an_activation(tmp_path, monkeypatch):
     """On a terminal the bar shows the loss."""
     monkeypatch.setattr(sys, "stderr", Terminal())
-    arguments = [
-        "train",
-        "--data",
-        "digits",
-        "--output",
-        str(tmp_path),
-        "--device",
-        "cpu",
-        "--batch-size",
-        "60",
-    ]
-    assert main([*arguments, "--epochs", "1", "--warmup-epochs", "0", "--checkpoint", "digits"]) == 0
+    options = (
+        "--device cpu --batch-size 60 --epochs 1 --warmup-epochs 0 --checkpoint digits --activation gelu"
+    )
+    assert main(["train", "--data", "digits", "--output", str(tmp_path), *options.split()]) == 0
     drawn = sys.stderr.getvalue()
     assert "epoch 1:   0%|" in drawn
     assert len(set(re.findall(r"loss=(\d\.\d+)", drawn))) == 2  # of 20 steps, and of the last 3
