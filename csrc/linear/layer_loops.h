@@ -63,10 +63,11 @@ class Parts {
   template <class E>
   E* take(int64_t count) {
     E* part = start_ == nullptr ? nullptr : reinterpret_cast<E*>(start_ + size_);
-    size_ += round_up(count * sizeof(E), kAlignment);
+    const int64_t end = size_ + count * sizeof(E);
+    size_ = round_up(end, kAlignment);
 #ifdef __SANITIZE_ADDRESS__  // nobody may touch what lies between the parts
-    if (start_ != nullptr) __asan_poison_memory_region(start_ + size_, kAlignment);
     size_ += kAlignment;
+    if (start_ != nullptr) __asan_poison_memory_region(start_ + end, size_ - end);
 #endif
     return part;
   }
