@@ -1,8 +1,6 @@
 // Schemas and registration of the operators, through torch's stable ABI: one binary serves every torch from 2.11 on.
 // The Python module `_C` itself holds the facts of its build, a switch for autotuning, and what snapshots of models ask.
 
-#include "common/pybind.h"
-#include "common/tensors.h"
 #include "common/workspace.h"
 #include "snapshots/objects.h"
 
@@ -136,7 +134,7 @@ STABLE_TORCH_LIBRARY(cvt_kernels, m) {
       "segmentation_head_packed(Tensor[] maps, Tensor[] packed, Tensor bias, Tensor classifier, Tensor classifier_bias) "
       "-> Tensor");
 
-  // resized_argmax/, on the CPU: the largest class (batch, height, width), int64, of each pixel of logits (batch, h, w, classes)
+  // The largest class (batch, height, width), int64, of each pixel of logits (batch, h, w, classes)
   // that are resized to height × width.
   m.def("resized_argmax(Tensor logits, SymInt height, SymInt width) -> Tensor");
 

@@ -3,7 +3,7 @@
 :class:`State` asks one question (``state``), in C++ by the compiled extension (``csrc/snapshots``) or without
 it in Python. Most changes of tensors show in the version counter, or in another address, shape, layout or
 dtype. Writes that do not bump the counter, as those through ``.data``, show in a sample of the numbers of
-each tensor on a CPU (``csrc/snapshots/sample.h``). Reported to :func:`note_written` are optimizer steps,
+each tensor on a CPU (``csrc/snapshots/objects.h``). Reported to :func:`note_written` are optimizer steps,
 which may change few numbers and, if fused, bump no counter, and what the user reports by :func:`refresh`.
 """
 
@@ -77,7 +77,7 @@ def state_in_python(
     return found, layouts, versions, [_sample_of(t, place) for place, t in enumerate(on_cpu)]
 
 
-#: The bytes of a line, and the lines that are read of a tensor, as in ``csrc/snapshots/sample.h``.
+#: The bytes of a line, and the lines that are read of a tensor, as in ``csrc/snapshots/objects.h``.
 _LINE, _LINES = 64, 8
 _GOLDEN = (math.sqrt(5) - 1) / 2
 

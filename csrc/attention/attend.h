@@ -6,7 +6,7 @@
 #pragma once
 
 #include "attention/cpu_loops.h"
-#include "common/product.h"
+#include "linear/layer_loops.h"
 
 namespace cvt_kernels::attention {
 namespace {
@@ -87,11 +87,23 @@ VECTOR_INLINE VectorOf<T> power(VectorOf<T> y) {
   }
 }
 
-// The memory of one thread, divided into parts.
+// The parts of a thread's memory: keys and values of some heads, and what a tile of queries needs.
 template <class T, class A = Accumulator<T>, class P = Factor<T>>
 struct Scratch {
+  int64_t k_size, v_size;  // of a head
   P *k, *v, *q, *probabilities;
   A *scores, *out;
+
+  Scratch(const Forward& call, Parts& parts, int64_t heads = 1)
+      : k_size(round_up(call.keys, kPanel<A>) * ceil_div(call.head_dim, kDepth<T>)),
+        v_size(ceil_div(call.keys, kDepth<T>) * round_up(call.head_dim, kPanel<A>)) {
+    k = parts.take<P>(heads * k_size);
+    v = parts.take<P>(heads * v_size);
+    q = parts.take<P>(kTile * kQueryStride);
+    scores = parts.take<A>(kTile * kScoreStride);
+    probabilities = kPaired<T> ? parts.take<P>(kTile * kScoreStride) : reinterpret_cast<P*>(scores);
+    out = parts.take<A>(kTile * kQueryStride);
+  }
 };
 
 // Softmax so far: the largest score, and the sum of 2^(scale · (score - top)).
@@ -203,58 +215,44 @@ void attend(const Forward& call, const T* q, int64_t rows, const Scratch<T>& scr
   }
 }
 
-// The number of elements of each part of Scratch.
-struct ScratchSizes {
-  int64_t k, v, q, probabilities, scores, out;
-};
+// The heads of an image, for the loops of other folders. Queries, keys and values are rows of all heads' channels.
+template <class E>
+class Heads {
+ public:
+  Heads(int64_t keys, int64_t heads, int64_t head_dim, double scale, Parts& parts)
+      : call_{.q = {nullptr, 0, heads * head_dim, 0}, .k = {}, .v = {}, .batch = 1, .queries = 0, .keys = keys,
+              .heads = heads, .head_dim = head_dim, .scale = scale, .out = nullptr},
+        scratch_(call_, parts, heads) {}
 
-template <class T, class A = Accumulator<T>>
-ScratchSizes sizes_of(const Forward& call) {
-  return {
-      .k = round_up(call.keys, kPanel<A>) * ceil_div(call.head_dim, kDepth<T>),
-      .v = ceil_div(call.keys, kDepth<T>) * round_up(call.head_dim, kPanel<A>),
-      .q = kTile * kQueryStride,
-      .probabilities = kPaired<T> ? kTile * kScoreStride : 0,  // else they take the place of the scores
-      .scores = kTile * kScoreStride,
-      .out = kTile * kQueryStride,
-  };
-}
-
-// The bytes of a part of scratch with this many elements.
-template <class T>
-int64_t part_bytes(int64_t size) {
-  static_assert(sizeof(Factor<T>) == sizeof(Accumulator<T>));
-  return round_up(size * sizeof(Accumulator<T>), kAlignment);
-}
-
-template <class T>
-int64_t scratch_bytes(const Forward& call) {
-  const ScratchSizes sizes = sizes_of<T>(call);
-  int64_t total = 0;
-  for (const int64_t size : {sizes.k, sizes.v, sizes.q, sizes.probabilities, sizes.scores, sizes.out}) {
-    total += part_bytes<T>(size);
+  // Packs the keys and values of an image.
+  void pack(const E* k, const E* v) {
+    for (int64_t head = 0; head < call_.heads; head++) {
+      const int64_t first = head * call_.head_dim, width = call_.q.token;
+      pack_keys<E>(k + first, width, call_.keys, call_.head_dim, scratch_.k + head * scratch_.k_size);
+      pack_values<E>(v + first, width, call_.keys, call_.head_dim, scratch_.v + head * scratch_.v_size);
+    }
   }
-  return total;
-}
 
-template <class T, class A = Accumulator<T>, class P = Factor<T>>
-Scratch<T> divide(const Forward& call, void* memory) {
-  const ScratchSizes sizes = sizes_of<T>(call);
-  char* next = static_cast<char*>(memory);
-  const auto take = [&](int64_t size) {
-    char* part = next;
-    next += part_bytes<T>(size);
-    return part;
-  };
-  Scratch<T> scratch;
-  scratch.k = reinterpret_cast<P*>(take(sizes.k));
-  scratch.v = reinterpret_cast<P*>(take(sizes.v));
-  scratch.q = reinterpret_cast<P*>(take(sizes.q));
-  scratch.probabilities = reinterpret_cast<P*>(take(sizes.probabilities));
-  scratch.scores = reinterpret_cast<A*>(take(sizes.scores));
-  scratch.out = reinterpret_cast<A*>(take(sizes.out));
-  return scratch;
-}
+  // Computes the attention of some queries; the rows of out lie out_stride apart.
+  void attend(const E* q, int64_t rows, E* out, int64_t out_stride) const {
+    Scratch<E> of_head = scratch_;
+    const int64_t tiles = tiles_of(rows);
+    for (int64_t head = 0; head < call_.heads; head++) {
+      const int64_t first = head * call_.head_dim;
+      of_head.k = scratch_.k + head * scratch_.k_size;
+      of_head.v = scratch_.v + head * scratch_.v_size;
+      for (int64_t tile = 0; tile < tiles; tile++) {
+        const int64_t row = rows * tile / tiles;
+        attention::attend<E>(call_, q + row * call_.q.token + first, rows * (tile + 1) / tiles - row, of_head,
+                             out + row * out_stride + first, out_stride);
+      }
+    }
+  }
+
+ private:
+  Forward call_;
+  Scratch<E> scratch_;
+};
 
 }  // namespace
 }  // namespace cvt_kernels::attention

@@ -1,5 +1,4 @@
-// The loops of attention on the CPU. setup.py compiles this file once per instruction set, with KERNELS naming the table
-// it fills; it includes nothing whose code the linker could merge between them.
+// The loops of attention on the CPU.
 
 #include "attention/attend.h"
 
@@ -25,7 +24,8 @@ TileBias<A> tile_bias(const Forward& call, int64_t image, int64_t head, int64_t 
 
 template <class T>
 void forward_tiles(const Forward& call, int64_t begin, int64_t end, void* memory) {
-  const Scratch<T> scratch = divide<T>(call, memory);
+  Parts parts(memory);
+  const Scratch<T> scratch(call, parts);
   const TileUse tile_use;
   const int64_t tiles = tiles_of(call.queries);
   int64_t packed = -1;
@@ -44,18 +44,13 @@ void forward_tiles(const Forward& call, int64_t begin, int64_t end, void* memory
   }
 }
 
-void forward(DType dtype, const Forward& call, int64_t begin, int64_t end, void* scratch) {
-  with_type(dtype, [&](auto type) { forward_tiles<decltype(type)>(call, begin, end, scratch); });
-}
-
-int64_t scratch_bytes_of(DType dtype, const Forward& call) {
-  int64_t bytes = 0;
-  with_type(dtype, [&](auto type) { bytes = scratch_bytes<decltype(type)>(call); });
-  return bytes;
+template <class T>
+int64_t scratch_bytes(const Forward& call) {
+  return bytes_of<Scratch<T>>(DType{}, call);
 }
 
 }  // namespace
 
-const Kernels KERNELS{forward, scratch_bytes_of};
+const Kernels KERNELS{{BY_TYPE(scratch_bytes), BY_TYPE(forward_tiles)}};
 
 }  // namespace cvt_kernels::attention

@@ -1,14 +1,46 @@
-// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp).
+// The interface of the loops of attention on the CPU.
+//
+// The bias of attention by position: a number for each head and each offset from key to query, read from a table.
+//
+// A table (heads, H + s (Hk - 1), W + s (Wk - 1)) is packed before, so that the biases of one query (i, j) with all keys
+// are neighbors: for each phase i mod s and each column j there is a plane (offsets down, columns of keys), turned around
+// so that keys rise, and i / s says where in it the first row of keys is. That is a small part of the (Nq, Nkv) numbers
+// that a head's matrix would have: 1/14 in the first stage of CvT-13 at 224x224. They are divided by the scale of scores
+// (Scale), so that they can be added to these before they are multiplied by it, and zeros leave them as they are.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
-#include "attention/position.h"
-#include "common/half.h"
 #include "common/instruction_sets.h"
 
 namespace cvt_kernels::attention {
+
+constexpr int64_t kPackedPadding = 64;  // numbers after the last one that vectors may read
+
+// The grids of a table. A class token, key and token 0 if there is one, has no place and gets no bias.
+struct PositionGrids {
+  int64_t height, width, key_height, key_width, stride, class_tokens;
+
+  int64_t table_height() const { return height + stride * (key_height - 1); }
+  int64_t table_width() const { return width + stride * (key_width - 1); }
+  int64_t plane_height() const { return (table_height() + stride - 1) / stride; }
+  int64_t plane_size() const { return plane_height() * key_width; }
+  int64_t packed_size() const { return stride * width * plane_size(); }
+
+  // Where in the packed table of a head the biases of the query (i, j) begin.
+  int64_t start_of(int64_t i, int64_t j) const {
+    return (i % stride * width + j) * plane_size() + (plane_height() - key_height - i / stride) * key_width;
+  }
+};
+
+// The packed table of all heads, in accumulators, and the tokens (batch, queries) that the queries are; null where there
+// is a query for each token. A token outside the grid gets no bias.
+struct Position {
+  PositionGrids grids;
+  const void* packed;
+  const int64_t* rows;
+};
 
 // q (batch, queries, heads, head_dim), k or v, with the steps between neighbors in elements; channels are adjacent.
 struct Strided {
@@ -28,7 +60,6 @@ struct Forward {
 constexpr int64_t kTile = 32;       // the most queries that share what is read of k and v: two tiles of AMX
 constexpr int64_t kKeyBlock = 224;  // keys whose scores are taken together
 constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kAlignment = 64;  // of the parts of scratch, in bytes
 
 static inline int64_t tiles_of(int64_t queries) { return (queries + kTile - 1) / kTile; }
 
@@ -49,9 +80,8 @@ static inline Scale split(double scale) {
 
 // The loops, compiled for one instruction set.
 struct Kernels {
-  // Computes the tiles from `begin` to `end`; there are tiles_of(queries) per head and image.
-  void (*forward)(DType, const Forward&, int64_t begin, int64_t end, void* scratch);
-  int64_t (*scratch_bytes)(DType, const Forward&);
+  // Computes tiles, from the first number to before the second; there are tiles_of(queries) per head and image.
+  Loop<Forward, int64_t, int64_t> forward;
 };
 
 DECLARE_PRODUCT_TABLES;

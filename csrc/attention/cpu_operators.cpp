@@ -1,6 +1,5 @@
-// The operators attention_inference and attention_by_position on the CPU: tensors, threads and the choice of instruction set around the loops.
-//
-// Every tile of queries is computed in the same way whichever thread takes it, so results do not depend on their number.
+// The operators attention_inference and attention_by_position on the CPU. Every tile of queries is computed in the same way
+// whichever thread takes it, so results do not depend on their number.
 
 #include <algorithm>
 #include <optional>
@@ -15,21 +14,8 @@ namespace {
 
 constexpr double kGrain = 1e6;  // multiplications that are worth a thread
 
-// The tensor (batch, tokens, heads, head_dim), copied if its channels are not adjacent.
-Tensor with_adjacent_channels(const Tensor& tensor) {
-  return tensor.size(3) == 1 || tensor.stride(3) == 1 ? tensor : made_contiguous("q, k, v", tensor);
-}
-
 Strided strided(const Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
-}
-
-void check(const char* name, const Tensor& tensor, const Tensor& q, int64_t tokens) {
-  expect(tensor.dim() == 4 && tensor.size(0) == q.size(0) && tensor.size(1) == tokens && tensor.size(2) == q.size(2) &&
-             tensor.size(3) == q.size(3),
-         name, tensor, "(batch, tokens, heads, head_dim) of ", tokens, " tokens, beside q ", Shown{q});
-  expect(tensor.scalar_type() == q.scalar_type() && same_device(tensor, q), name, tensor, "dtype and device of q, ",
-         Shown{q});
 }
 
 // Checks all arguments but the scale, which may be any number.
@@ -38,17 +24,18 @@ void check(const Tensor& q, const Tensor& k, const Tensor& v) {
   expect(q.dim() == 4, "q", q, "(batch, tokens, heads, head_dim)");
   expect(q.size(3) > 0 && q.size(3) <= kMaxHeadDim, "q", q, "up to ", kMaxHeadDim, " channels per head");
   expect(k.dim() == 4 && k.size(1) > 0, "k", k, "(batch, tokens, heads, head_dim) of at least one token");
-  check("k", k, q, k.size(1));
-  check("v", v, q, k.size(1));
+  const std::vector<int64_t> sizes{q.size(0), k.size(1), q.size(2), q.size(3)};
+  expect_sizes("k", k, sizes, q.scalar_type(), q, "(batch, tokens, heads, head_dim) beside q");
+  expect_sizes("v", v, sizes, q.scalar_type(), q, "(batch, tokens, heads, head_dim) beside q");
   numbers_of("q", q);
   numbers_of("k", k);
 }
 
 Tensor attend_to(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const Position* position) {
   const Kernels& loops = *choose(PRODUCT_TABLES);
-  const Tensor queries = with_adjacent_channels(q);
-  const Tensor keys = with_adjacent_channels(k);
-  const Tensor values = with_adjacent_channels(v);
+  const Tensor queries = with_adjacent_channels("q", q);
+  const Tensor keys = with_adjacent_channels("k", k);
+  const Tensor values = with_adjacent_channels("v", v);
   const Tensor out = empty(q.sizes(), q.scalar_type(), q);
   const Forward call{
       .q = strided(queries),
@@ -65,12 +52,12 @@ Tensor attend_to(const Tensor& q, const Tensor& k, const Tensor& v, double scale
   };
   if (out.numel() == 0) return out;
   const DType dtype = dtype_of("q", q);
-  const int64_t bytes = loops.scratch_bytes(dtype, call);
   const double work = 2.0 * kTile * call.keys * call.head_dim;
   const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kGrain / work));
   const int64_t tiles = call.batch * call.heads * tiles_of(call.queries);
-  parallel_for_with_scratch(tiles, grain, bytes, [&](int64_t begin, int64_t end, void* scratch) {
-    loops.forward(dtype, call, begin, end, scratch);
+  parallel_for_with_scratch(tiles, grain, loops.forward.bytes(dtype, call),
+                            [&](int64_t begin, int64_t end, void* scratch) {
+    loops.forward.run(dtype, call, begin, end, scratch);
   });
   return out;
 }
@@ -78,6 +65,22 @@ Tensor attend_to(const Tensor& q, const Tensor& k, const Tensor& v, double scale
 Tensor attention_inference(const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
   check(q, k, v);
   return attend_to(q, k, v, scale, nullptr);
+}
+
+// Packs the table of one head; what belongs to no offset is zero.
+template <class A>
+void pack_table(const A* table, const PositionGrids& g, A scale, A* packed) {
+  for (int64_t phase = 0; phase < g.stride; phase++) {
+    for (int64_t j = 0; j < g.width; j++) {
+      for (int64_t line = 0; line < g.plane_height(); line++) {
+        const int64_t down = phase + g.stride * (g.plane_height() - 1 - line);
+        const A* row = table + down * g.table_width() + j;
+        for (int64_t b = 0; b < g.key_width; b++) {
+          *packed++ = down < g.table_height() ? row[g.stride * (g.key_width - 1 - b)] / scale : A(0);
+        }
+      }
+    }
+  }
 }
 
 // The table (heads, H + s (Hk - 1), W + s (Wk - 1)), packed by head; it and the result are in accumulators.
@@ -115,9 +118,7 @@ Tensor attention_by_position(const Tensor& q, const Tensor& k, const Tensor& v, 
   expect(table.scalar_type() == accumulator_of(q) && same_device(table, q), "table", table,
          "the dtype of accumulators and the device of q");
   if (rows.has_value()) {
-    expect(rows->dim() == 2 && rows->size(0) == q.size(0) && rows->size(1) == q.size(1) &&
-               rows->scalar_type() == ScalarType::Long && same_device(*rows, q),
-           "rows", *rows, "int64 (batch, queries)");
+    expect_sizes("rows", *rows, {q.size(0), q.size(1)}, ScalarType::Long, q, "(batch, queries)");
   }
   const Tensor tokens = rows.has_value() ? made_contiguous("rows", *rows) : table;
   const auto* numbers = static_cast<const int64_t*>(tokens.const_data_ptr());

@@ -1,6 +1,12 @@
 // The instruction sets that the loops of the CPU are compiled for. Each gives a table `kernels_<name>` of a family's
 // Kernels; the operators choose one of them (cpu.h).
+//
+// A family's cpu_loops.h is the interface between its operators (cpu_operators.cpp) and its loops (cpu_loops.cpp). setup.py
+// compiles the loops once per instruction set, with KERNELS naming the table that they fill; they include nothing whose code
+// the linker could merge between the sets.
 #pragma once
+
+#include "common/half.h"
 
 namespace cvt_kernels {
 
@@ -38,5 +44,18 @@ enum class InstructionSet { plain, avx2, avx2_vnni, avx512, avx512_vnni, avx512_
 #define DECLARE_INTEGER_TABLES DECLARE_KERNEL_TABLES
 #define INTEGER_TABLES KERNEL_TABLES
 #endif
+
+// A loop of a table: the bytes of memory that a thread needs for it, and the function that serves a unit of the work.
+template <class Call, class... Unit>
+struct Loop {
+  int64_t (*bytes)(DType, const Call&);
+  void (*run)(DType, const Call&, Unit..., void* memory);
+};
+
+// Functions of a table that call a template for the type of a call: one of up to 32 bits, or any.
+#define BY_FLOAT(function) BY_DTYPE(with_float, function)
+#define BY_TYPE(function) BY_DTYPE(with_type, function)
+#define BY_DTYPE(with, function) \
+  [](DType dtype, auto... given) { return with(dtype, [&](auto type) { return function<decltype(type)>(given...); }); }
 
 }  // namespace cvt_kernels

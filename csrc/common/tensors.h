@@ -61,7 +61,7 @@ inline void expect_sizes(const char* name, const Tensor& tensor, Sizes sizes, Sc
   if (!std::equal(got.begin(), got.end(), sizes.begin(), sizes.end()) || tensor.scalar_type() != dtype) [[unlikely]] {
     refuse(name, tensor, shown(dtype), " ", meaning, ", ", listed(sizes));
   }
-  expect(same_device(tensor, x), name, tensor, "the device of x");
+  expect(same_device(tensor, x), name, tensor, "the device of the others");
 }
 
 // The tensor in contiguous memory.
@@ -113,7 +113,7 @@ inline int64_t class_tokens_of(const Tensor& x, int64_t height, int64_t width, i
 inline void check_parameter(const char* name, const Tensor& tensor, const Tensor& x) {
   const int64_t channels = channels_of("x", x);
   expect(tensor.dim() == 1 && tensor.size(0) == channels, name, tensor, "(channels,) of the ", channels, " channels of x");
-  expect(same_device(tensor, x), name, tensor, "the device of x");
+  expect(same_device(tensor, x), name, tensor, "the device of the others");
   dtype_of(name, tensor);
 }
 

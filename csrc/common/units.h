@@ -1,4 +1,6 @@
 // Units of work that threads take as they come, each thread with memory of its own. For the operators only, as cpu.h.
+//
+// Loops compute a unit in the same way whichever thread takes it, so results do not depend on their number.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +12,7 @@
 
 #include "common/cpu.h"
 #include "common/pool.h"
-#include "common/sanitizers.h"
-#include "linear/layers.h"
+#include "linear/cpu_loops.h"
 
 namespace cvt_kernels {
 
@@ -45,13 +46,9 @@ inline std::vector<Run> cut_tokens(int64_t images, int64_t tokens) {
   return cut(images, tokens, kAtOnce, kTileRows / kAtOnce * kAtOnce, kAtOnce);
 }
 
-// Cuts rows of `width` tokens.
-inline std::vector<Run> cut_rows(int64_t images, int64_t rows, int64_t width, int64_t most) {
-  return cut(images, rows, (kAtOnce + width - 1) / width, most);
-}
-
-// The rows of the longest run.
-inline int64_t longest(const std::vector<Run>& runs) {
+// The rows of the longest of some runs.
+template <class Run>
+int64_t longest(const std::vector<Run>& runs) {
   int64_t rows = 0;
   for (const Run& run : runs) rows = std::max(rows, run.end - run.begin);
   return rows;
@@ -64,13 +61,22 @@ struct Step {
   std::function<void(int64_t unit, int64_t previous, char* scratch)> run;
 };
 
-// A step whose units are runs: f(run, previous image or -1, scratch).
-template <class F>
-Step over_runs(std::vector<Run> runs, int64_t bytes, F f) {
-  const int64_t units = static_cast<int64_t>(runs.size());
-  return {units, bytes, [runs = std::move(runs), f](int64_t unit, int64_t previous, char* scratch) {
-            f(runs[unit], previous < 0 ? -1 : runs[previous].image, scratch);
+// The step of a loop that takes each of some parts of a call, as runs are, and the image of the one that the thread served
+// before, or -1, if it asks.
+template <class Call, class Part, class... Previous>
+Step over(std::vector<Part> parts, const Loop<Call, const Part&, Previous...>& loop, DType dtype, const Call& call) {
+  const int64_t units = static_cast<int64_t>(parts.size()), bytes = loop.bytes(dtype, call);
+  return {units, bytes, [=, parts = std::move(parts), &call](int64_t unit, int64_t previous, char* memory) {
+            if constexpr (sizeof...(Previous) == 0) loop.run(dtype, call, parts[unit], memory);
+            else loop.run(dtype, call, parts[unit], previous < 0 ? -1 : parts[previous].image, memory);
           }};
+}
+
+// The step of a loop that takes the number of a unit.
+template <class Call>
+Step over(int64_t units, const Loop<Call, int64_t>& loop, DType dtype, const Call& call) {
+  return {units, loop.bytes(dtype, call),
+          [=, &call](int64_t unit, int64_t, char* memory) { loop.run(dtype, call, unit, memory); }};
 }
 
 // The units of a step that have been taken, and those that are done.

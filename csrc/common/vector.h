@@ -1,5 +1,5 @@
 // Vectors as wide as the registers of the instruction set that the file is compiled for, by the vector extension of GCC
-// and Clang: arithmetic, selection, loads and stores with conversion. They have internal linkage, as in scalar.h.
+// and Clang: arithmetic, selection, loads and stores with conversion. They have internal linkage, as in half.h.
 #pragma once
 
 #ifdef __F16C__
@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "common/half.h"
-#include "common/sanitizers.h"
 
 namespace cvt_kernels {
 namespace {

@@ -1,5 +1,4 @@
-// The loops of the convolutional embedding on the CPU. setup.py compiles this file once per instruction set, with KERNELS
-// naming the table it fills; it includes nothing whose code the linker could merge between them.
+// The loops of the convolutional embedding on the CPU.
 //
 // The pixels under the kernel are copied into rows, for a tile of tokens at a time, and multiplied with the packed weight;
 // both stay in the cache. A row of sums is then normalized and written once. Where the channels of a pixel are not adjacent,
@@ -99,40 +98,17 @@ void embed_run(const Embedding& call, const Run& run, void* memory) {
                 scratch.pixels_stride, rows, scratch.sums, scratch.sums_stride, begin > 0);
   }
   for (int64_t row = 0; row < rows; row++, out += channels) {
-    float* sums = scratch.sums + row * scratch.sums_stride;
-    for_vectors<kLanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      store(sums + c, load(sums + c, lanes) + load(call.linear.bias + c, lanes), lanes);
-    });
-    normalize(call.norm, static_cast<const float*>(sums), channels, nullptr,
-              [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(out + c, normal, lanes); });
+    normalize_sums(call.norm, call.linear.bias, channels, scratch.sums + row * scratch.sums_stride, out);
   }
 }
 
-int64_t pixel_bytes(DType dtype, const Embedding& call) {
-  int64_t bytes = 0;
-  with_float(dtype, [&](auto type) {
-    using T = decltype(type);
-    if (!are_adjacent<T>(call)) bytes = call.height * call.width * call.in_channels * sizeof(Element<T>);
-  });
-  return bytes;
-}
-
-void arrange(DType dtype, const Embedding& call, int64_t row) {
-  with_float(dtype, [&](auto type) { arrange_row<decltype(type)>(call, row); });
-}
-
-int64_t scratch_bytes(DType dtype, const Embedding& call) {
-  Parts parts(nullptr);
-  with_float(dtype, [&](auto type) { Scratch<Element<decltype(type)>>(call, parts); });
-  return parts.size();
-}
-
-void embed(DType dtype, const Embedding& call, const Run& run, void* scratch) {
-  with_float(dtype, [&](auto type) { embed_run<decltype(type)>(call, run, scratch); });
+template <class T>
+int64_t pixel_bytes(const Embedding& call) {
+  return are_adjacent<T>(call) ? 0 : call.height * call.width * call.in_channels * sizeof(Element<T>);
 }
 
 }  // namespace
 
-const Kernels KERNELS{pixel_bytes, arrange, scratch_bytes, embed};
+const Kernels KERNELS{BY_FLOAT(pixel_bytes), BY_FLOAT(arrange_row), {bytes_of<Scratch>, BY_FLOAT(embed_run)}};
 
 }  // namespace cvt_kernels::conv_embedding

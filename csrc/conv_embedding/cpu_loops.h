@@ -1,13 +1,11 @@
-// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp).
+// The interface of the loops of the convolutional embedding on the CPU.
 //
 // The tokens of an image are the LayerNorm of its convolution, after a class token or none.
 #pragma once
 
 #include <cstdint>
 
-#include "common/half.h"
-#include "common/instruction_sets.h"
-#include "linear/layers.h"
+#include "linear/cpu_loops.h"
 
 namespace cvt_kernels::conv_embedding {
 
@@ -31,8 +29,7 @@ struct Kernels {
   int64_t (*pixel_bytes)(DType, const Embedding&);
   // Copies a row of pixels; the rows of all images are counted on.
   void (*arrange)(DType, const Embedding&, int64_t row);
-  int64_t (*scratch_bytes)(DType, const Embedding&);
-  void (*embed)(DType, const Embedding&, const Run&, void* scratch);
+  Loop<Embedding, const Run&> embed;
 };
 
 DECLARE_PRODUCT_TABLES;

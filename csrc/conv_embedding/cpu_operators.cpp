@@ -1,6 +1,4 @@
-// The convolutional embedding on the CPU: tensors, threads and the choice of instruction set around the loops.
-//
-// Every row is computed in the same way whichever thread takes it, so results do not depend on their number.
+// The convolutional embedding on the CPU.
 
 #include "common/units.h"
 #include "conv_embedding/cpu_loops.h"
@@ -17,8 +15,7 @@ void serve(const Kernels& loops, DType dtype, Embedding& call) {
   const std::vector<Run> runs = cut_tokens(call.images, call.out_height * call.out_width);
   call.tile_rows = longest(runs);
   for_steps({{arranged, 0, [&](int64_t row, int64_t, char*) { loops.arrange(dtype, call, row); }},
-             over_runs(runs, loops.scratch_bytes(dtype, call),
-                       [&](const Run& run, int64_t, char* scratch) { loops.embed(dtype, call, run, scratch); })});
+             over(runs, loops.embed, dtype, call)});
 }
 
 Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const Tensor& bias, const Tensor& norm_weight,

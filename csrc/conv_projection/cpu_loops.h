@@ -1,4 +1,4 @@
-// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp).
+// The interface of the loops of the projection on the CPU.
 //
 // An output is BatchNorm(depthwise convolution of x) by the running statistics, or a sum of several such. Activations are tokens, `channels`
 // adjacent values each: a class token or none, then the pixels of an image row by row.
@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "common/half.h"
 #include "common/instruction_sets.h"
 
 namespace cvt_kernels::conv_projection {

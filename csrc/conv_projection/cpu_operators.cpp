@@ -1,4 +1,4 @@
-// The operators of conv_projection on the CPU: tensors, threads and the choice of instruction set around the loops.
+// The operators of conv_projection on the CPU.
 //
 // Results do not depend on the number of threads: every output is a sum of its own, in one order, and the images' sums
 // are added in order.
@@ -70,28 +70,28 @@ struct Arguments {
   }
 
   const void* keep(const char* name, const Tensor& tensor) {
-    expect(same_device(tensor, x), name, tensor, "the device of x");
+    expect(same_device(tensor, x), name, tensor, "the device of the others");
     return alive.emplace_back(made_contiguous(name, tensor)).const_data_ptr();
   }
 
   // The data of a parameter of the channels, in a dtype; null if there is none.
-  const void* keep_parameter(const char* name, const Optional& tensor, ScalarType type, const char* meaning) {
+  const void* keep_parameter(const char* name, const Optional& tensor, ScalarType type) {
     if (!tensor.has_value()) return nullptr;
     check_parameter(name, *tensor, x);
-    expect(tensor->scalar_type() == type, name, *tensor, meaning, ", ", shown(type));
+    expect(tensor->scalar_type() == type, name, *tensor, shown(type), " for all parameters of a BatchNorm");
     return keep(name, *tensor);
   }
 
   // Gives a branch the parameters of its BatchNorm, all of one dtype.
   Branch& normalize(size_t i, const Optional& scale, const Optional& shift, const Optional& mean, const Optional& variance,
-                    double eps, ScalarType type, const char* meaning) {
+                    double eps, ScalarType type) {
     expect(mean.has_value() && variance.has_value(), "norms", std::string_view("none"), "a mean and a variance");
     expect_eps("eps", eps);
     Branch& branch = branches[i];
-    branch.scale = keep_parameter("scale", scale, type, meaning);
-    branch.shift = keep_parameter("shift", shift, type, meaning);
-    branch.mean = keep_parameter("mean", mean, type, meaning);
-    branch.variance = keep_parameter("variance", variance, type, meaning);
+    branch.scale = keep_parameter("scale", scale, type);
+    branch.shift = keep_parameter("shift", shift, type);
+    branch.mean = keep_parameter("mean", mean, type);
+    branch.variance = keep_parameter("variance", variance, type);
     branch.norm = dtype_of("mean", type);
     branch.eps = eps;
     return branch;
@@ -157,8 +157,7 @@ std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t heigh
   for (size_t i = 0; i < count; i++) {
     const Optional* norm = &norms[4 * i];
     const ScalarType type = (norm[2].has_value() ? *norm[2] : arguments.x).scalar_type();
-    Branch& branch = arguments.normalize(i, norm[0], norm[1], norm[2], norm[3], eps[i], type,
-                                         "one dtype for each of the weights");
+    Branch& branch = arguments.normalize(i, norm[0], norm[1], norm[2], norm[3], eps[i], type);
     if (branch.summands == 0) continue;
     const int64_t tokens = arguments.tokens_of(branch);
     outs.push_back(empty({call.batch, tokens, call.channels}, arguments.x.scalar_type(), arguments.x));
@@ -265,7 +264,7 @@ Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& dou
     const Branch& branch = call.branches[b];
     const double* sum = &sums[2 * b * channels];
     A* mean = &vectors[3 * b * channels];
-    const void* scale = arguments.keep_parameter("scale", norms[3 * b], accumulator_of(x), "an accumulator");
+    const void* scale = arguments.keep_parameter("scale", norms[3 * b], accumulator_of(x));
     const double share = 1 / static_cast<double>(call.batch * branch.height * branch.width);
     for (int64_t c = 0; c < channels; c++) {
       mean[c] = static_cast<A>(sum[c] * share);
@@ -314,8 +313,7 @@ Gradients conv_projection_gradients(const std::vector<Tensor>& douts, const Tens
   const ScalarType accumulator = accumulator_of(x);
   for (size_t i = 0; i < count; i++) {
     const Optional* norm = &norms[3 * i];
-    const Branch& branch =
-        arguments.normalize(i, {}, {}, norm[1], norm[2], eps[i], accumulator, "an accumulator");
+    const Branch& branch = arguments.normalize(i, {}, {}, norm[1], norm[2], eps[i], accumulator);
     expect_sizes("douts", douts[i], {x.size(0), arguments.tokens_of(branch), x.size(2)}, x.scalar_type(), x,
                  "of the shape of the output");
   }

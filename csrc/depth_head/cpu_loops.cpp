@@ -1,5 +1,4 @@
-// The loops of the depth head on the CPU. setup.py compiles this file once per instruction set, with KERNELS naming the table
-// it fills; it includes nothing whose code the linker could merge between them.
+// The loops of the depth head on the CPU.
 //
 // A product over the channels and an interpolation between pixels commute. So the nine taps of the first convolution multiply
 // the map at its own size, a sixteenth of the result's, and what is interpolated and summed is their products. Four rows and
@@ -244,18 +243,8 @@ void estimate_run(const Head& head, const Run& run, void* memory) {
   }
 }
 
-int64_t scratch_bytes(const Head& head) {
-  Parts parts(nullptr);
-  Scratch(head, parts);
-  return parts.size();
-}
-
-void estimate(DType dtype, const Head& head, const Run& run, void* scratch) {
-  with_float(dtype, [&](auto type) { estimate_run<decltype(type)>(head, run, scratch); });
-}
-
 }  // namespace
 
-const Kernels KERNELS{scratch_bytes, estimate};
+const Kernels KERNELS{{bytes_of<Scratch>, BY_FLOAT(estimate_run)}};
 
 }  // namespace cvt_kernels::depth_head

@@ -1,4 +1,4 @@
-// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp).
+// The interface of the loops of the depth head on the CPU.
 //
 // A map that is upsampled bilinearly by two, twice, passes through a 3×3 convolution, ReLU, and one to a single channel, whose
 // sigmoid is the depth.
@@ -6,9 +6,7 @@
 
 #include <cstdint>
 
-#include "common/half.h"
-#include "common/instruction_sets.h"
-#include "linear/layers.h"
+#include "linear/cpu_loops.h"
 
 namespace cvt_kernels::depth_head {
 
@@ -29,9 +27,7 @@ struct Head {
 
 // The loops, compiled for one instruction set. They serve all dtypes but float64.
 struct Kernels {
-  int64_t (*scratch_bytes)(const Head&);
-  // Computes the depths of some rows of the map.
-  void (*estimate)(DType, const Head&, const Run&, void* scratch);
+  Loop<Head, const Run&> estimate;  // the depths of some rows of the map
 };
 
 DECLARE_PRODUCT_TABLES;

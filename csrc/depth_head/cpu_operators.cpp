@@ -1,10 +1,8 @@
-// The depth head on the CPU: tensors, threads and the choice of instruction set around the loops.
-//
-// Every pixel is computed in the same way whichever thread takes it, so results do not depend on their number.
+// The depth head on the CPU.
 
-#include "common/tensors.h"
 #include "common/units.h"
 #include "depth_head/cpu_loops.h"
+#include "linear/packed.h"
 
 namespace cvt_kernels::depth_head {
 namespace {
@@ -24,8 +22,7 @@ Tensor depth_head_packed(const Tensor& given, const Tensor& taps, const Tensor& 
   expect(given.dim() == 4 && given.size(1) > 0 && given.size(2) > 0 && given.size(3) > 0, "x", given,
          "(batch, channels, height, width)");
   expect(given.size(2) <= kMostSide && given.size(3) <= kMostSide, "x", given, "heights and widths of up to ", kMostSide);
-  const DType dtype = dtype_of("x", given);
-  expect(dtype != DType::float64, "x", given, "float32, bfloat16 or float16");
+  const DType dtype = linear::served_dtype("x", given);
   expect(bias.dim() == 1 && bias.size(0) > 0, "bias", bias, "(channels,)");
   const Tensor x = made_contiguous("x", given);
   const int64_t images = x.size(0), inputs = x.size(1), height = x.size(2), width = x.size(3), channels = bias.size(0);
@@ -46,9 +43,7 @@ Tensor depth_head_packed(const Tensor& given, const Tensor& taps, const Tensor& 
       .rows = longest(runs),
       .out = out.mutable_data_ptr(),
   };
-  for_steps({over_runs(runs, loops.scratch_bytes(head),
-                       [&](const Run& run, int64_t, char* scratch) { loops.estimate(dtype, head, run, scratch); })},
-            false);
+  for_steps({over(runs, loops.estimate, dtype, head)}, false);
   return out;
 }
 

@@ -1,5 +1,4 @@
-// The loops of the depthwise convolution with GELU on the CPU. setup.py compiles this file once per instruction set, with
-// KERNELS naming the table it fills; it includes nothing whose code the linker could merge between them.
+// The loops of the depthwise convolution with GELU on the CPU.
 //
 // The backward goes down a band of rows. It recomputes the convolution of a row, and from it the gradient before the
 // activation, which is added to the taps' gradients at once and stays in a ring of three rows. As soon as the ring has the
@@ -37,7 +36,8 @@ void pack_block(const Convolution& conv, int64_t first, A* packed) {
 }
 
 template <class T, Activation activation, class A = Accumulator<T>>
-void forward_units(const Forward& call, int64_t begin, int64_t end, A* packed) {
+void forward_units(const Forward& call, int64_t begin, int64_t end, void* memory) {
+  A* packed = static_cast<A*>(memory);
   const Convolution& conv = call.conv;
   const int64_t rows = conv.batch * conv.height;
   for (int64_t unit = begin; unit < end; unit++) {
@@ -143,7 +143,8 @@ void pack_both(const Unit<T>& unit) {
 }
 
 template <class T, Activation activation, class A = Accumulator<T>>
-void backward_units(const Backward& call, int64_t begin, int64_t end, A* packed) {
+void backward_units(const Backward& call, int64_t begin, int64_t end, void* memory) {
+  A* packed = static_cast<A*>(memory);
   const Convolution& conv = call.conv;
   const int64_t parameters = parameters_size(conv), bands = conv.batch * call.bands;
   for (int64_t index = begin; index < end; index++) {
@@ -165,22 +166,8 @@ void backward_units(const Backward& call, int64_t begin, int64_t end, A* packed)
   }
 }
 
-// From the types of a call to template parameters -----------------------------------------------------------
-
-void forward(DType dtype, Activation activation, const Forward& call, int64_t begin, int64_t end, void* scratch) {
-  layer_norm_gelu::with_types<false>(dtype, activation, [&]<class T>(T, auto constant) {
-    forward_units<T, constant>(call, begin, end, static_cast<Accumulator<T>*>(scratch));
-  });
-}
-
-void backward(DType dtype, Activation activation, const Backward& call, int64_t begin, int64_t end, void* scratch) {
-  layer_norm_gelu::with_types<false>(dtype, activation, [&]<class T>(T, auto constant) {
-    backward_units<T, constant>(call, begin, end, static_cast<Accumulator<T>*>(scratch));
-  });
-}
-
 }  // namespace
 
-const Kernels KERNELS{forward, backward};
+const Kernels KERNELS{BY_GELU(forward_units), BY_GELU(backward_units)};
 
 }  // namespace cvt_kernels::depthwise_conv_gelu

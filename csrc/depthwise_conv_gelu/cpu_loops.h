@@ -1,11 +1,10 @@
-// The interface between the operators on the CPU (cpu_operators.cpp) and their loops (cpu_loops.cpp).
+// The interface of the loops of the depthwise convolution with GELU on the CPU.
 //
 // Activations are tokens, the pixels of images row by row, `channels` adjacent values each; all is in the type of the call.
 #pragma once
 
 #include <cstdint>
 
-#include "common/half.h"
 #include "common/instruction_sets.h"
 #include "layer_norm_gelu/activation.h"
 

@@ -1,4 +1,4 @@
-// The operators of depthwise_conv_gelu on the CPU: tensors, threads and the choice of instruction set around the loops.
+// The operators of depthwise_conv_gelu on the CPU.
 //
 // Results do not depend on the number of threads: every output is a sum of its own, in one order, and the gradients of the
 // parameters are sums over bands of rows, which depend on the shape alone, added in their order.

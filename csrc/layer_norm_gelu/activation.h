@@ -1,8 +1,8 @@
 // The activations and their derivatives: GELU, its tanh approximation and QuickGELU. They take numbers or vectors and
-// have internal linkage, as the functions of common/scalar.h, on which they build.
+// have internal linkage, as the functions of common/half.h, on which they build.
 #pragma once
 
-#include "common/scalar.h"
+#include "common/half.h"
 
 namespace cvt_kernels::layer_norm_gelu {
 

@@ -1,5 +1,4 @@
-// The loops of LayerNorm and GELU on the CPU. setup.py compiles this file once per instruction set, with KERNELS naming
-// the table it fills; it includes nothing whose code the linker could merge between them.
+// The loops of LayerNorm and GELU on the CPU.
 
 #include "layer_norm_gelu/cpu_loops.h"
 
@@ -37,8 +36,9 @@ const A* read(const LayerNormForward& call, int64_t offset, [[maybe_unused]] A* 
 }
 
 template <class T, Activation activation, class A = Accumulator<T>>
-void layer_norm_rows(const LayerNormForward& call, int64_t begin, int64_t end, A* scratch) {
+void layer_norm_rows(const LayerNormForward& call, int64_t begin, int64_t end, void* memory) {
   using F = Vector<A>;
+  A* scratch = static_cast<A*>(memory);
   const A* weight = static_cast<const A*>(call.weight);
   const A* bias = static_cast<const A*>(call.bias);
   for (int64_t row = begin; row < end; row++) {
@@ -62,13 +62,13 @@ void layer_norm_rows(const LayerNormForward& call, int64_t begin, int64_t end, A
 // With n = normalized h and g = dout · activation'(n · weight + bias) · weight:
 // dx = rstd · (g − mean(g) − n · mean(g · n)) + dh.
 template <class T, Activation activation, class A = Accumulator<T>>
-void layer_norm_backward_rows(const LayerNormBackward& call, int64_t begin, int64_t end, A* dweight, A* scratch) {
+void layer_norm_backward_rows(const LayerNormBackward& call, int64_t begin, int64_t end, void* total, void* memory) {
   using F = Vector<A>;
   constexpr bool activates = activation != Activation::identity;
   const int64_t channels = call.channels;
   const A* weight = static_cast<const A*>(call.weight);
   const A* bias = static_cast<const A*>(call.bias);
-  A* dbias = dweight + channels;
+  A *scratch = static_cast<A*>(memory), *dweight = static_cast<A*>(total), *dbias = dweight + channels;
   for (int64_t row = begin; row < end; row++) {
     const int64_t offset = row * channels;
     const T* h = static_cast<const T*>(call.h) + offset;
@@ -90,94 +90,58 @@ void layer_norm_backward_rows(const LayerNormBackward& call, int64_t begin, int6
     const F mean_g = sum(sums[0] + sums[1]) / static_cast<A>(channels);
     const F mean_gn = sum(products[0] + products[1]) / static_cast<A>(channels);
     T* dx = static_cast<T*>(call.dx) + offset;
-    const auto gradient = [&](int64_t c, auto lanes) LAMBDA_INLINE {
-      return (load(scratch + c, lanes) - mean_g - (load(h + c, lanes) - mean) * rstd * mean_gn) * rstd;
-    };
-    if (call.dh == nullptr) {
-      for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-        store(dx + c, gradient(c, lanes), lanes);
-      });
-    } else {
-      const T* dh = static_cast<const T*>(call.dh) + offset;
-      for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-        store(dx + c, gradient(c, lanes) + load(dh + c, lanes), lanes);
-      });
-    }
-  }
-}
-
-// GELU ------------------------------------------------------------------------------------------------------
-
-template <class T, Activation activation>
-void gelu_rows(const GeluForward& call, int64_t begin, int64_t end) {
-  using F = VectorOf<T>;
-  const T* x = static_cast<const T*>(call.x) + begin * call.channels;
-  T* out = static_cast<T*>(call.out) + begin * call.channels;
-  const auto* bias = static_cast<const Accumulator<T>*>(call.bias);
-  if (bias == nullptr) {
-    for_vectors<F::lanes>((end - begin) * call.channels, [&](int64_t i, auto lanes, int) LAMBDA_INLINE {
-      store(out + i, activated<T, activation>(load(x + i, lanes)), lanes);
-    });
-    return;
-  }
-  for (; begin < end; begin++, x += call.channels, out += call.channels) {
-    for_vectors<F::lanes>(call.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      store(out + c, activated<T, activation>(load(x + c, lanes) + load(bias + c, lanes)), lanes);
-    });
-  }
-}
-
-template <class T, Activation activation, class A = Accumulator<T>>
-void gelu_backward_rows(const GeluBackward& call, int64_t begin, int64_t end, A* dbias) {
-  using F = Vector<A>;
-  const T* dout = static_cast<const T*>(call.dout) + begin * call.channels;
-  const T* x = static_cast<const T*>(call.x) + begin * call.channels;
-  T* dx = static_cast<T*>(call.dx) + begin * call.channels;
-  const A* bias = static_cast<const A*>(call.bias);
-  if (bias == nullptr) {
-    for_vectors<F::lanes>((end - begin) * call.channels, [&](int64_t i, auto lanes, int) LAMBDA_INLINE {
-      store(dx + i, load(dout + i, lanes) * derivative<T, activation>(load(x + i, lanes)), lanes);
-    });
-    return;
-  }
-  for (; begin < end; begin++, dout += call.channels, x += call.channels, dx += call.channels) {
-    for_vectors<F::lanes>(call.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      const F g = load(dout + c, lanes) * derivative<T, activation>(load(x + c, lanes) + load(bias + c, lanes));
-      store(dbias + c, load(dbias + c, lanes) + g, lanes);
+    const T* dh = call.dh == nullptr ? nullptr : static_cast<const T*>(call.dh) + offset;
+    for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      const F normal = (load(h + c, lanes) - mean) * rstd;
+      F g = (load(scratch + c, lanes) - mean_g - normal * mean_gn) * rstd;
+      if (dh != nullptr) g = g + load(dh + c, lanes);
       store(dx + c, g, lanes);
     });
   }
 }
 
-// From the types of a call to template parameters -----------------------------------------------------------
+// GELU ------------------------------------------------------------------------------------------------------
 
-void layer_norm(DType dtype, Activation activation, const LayerNormForward& call, int64_t begin, int64_t end,
-                void* scratch) {
-  with_types(dtype, activation, [&]<class T>(T, auto constant) {
-    layer_norm_rows<T, constant>(call, begin, end, static_cast<Accumulator<T>*>(scratch));
-  });
+// Without a bias, all rows are one.
+template <class T, Activation activation, class A = Accumulator<T>>
+void gelu_rows(const GeluForward& call, int64_t begin, int64_t end) {
+  using F = Vector<A>;
+  const T* x = static_cast<const T*>(call.x) + begin * call.channels;
+  T* out = static_cast<T*>(call.out) + begin * call.channels;
+  const A* bias = static_cast<const A*>(call.bias);
+  const int64_t size = bias == nullptr ? (end - begin) * call.channels : call.channels;
+  for (; begin < end; begin = bias == nullptr ? end : begin + 1, x += size, out += size) {
+    for_vectors<F::lanes>(size, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      F sum = load(x + c, lanes);
+      if (bias != nullptr) sum = sum + load(bias + c, lanes);
+      store(out + c, activated<T, activation>(sum), lanes);
+    });
+  }
 }
 
-void layer_norm_backward(DType dtype, Activation activation, const LayerNormBackward& call, int64_t begin, int64_t end,
-                         void* sums, void* scratch) {
-  with_types(dtype, activation, [&]<class T, class A = Accumulator<T>>(T, auto constant) {
-    layer_norm_backward_rows<T, constant>(call, begin, end, static_cast<A*>(sums), static_cast<A*>(scratch));
-  });
-}
-
-void gelu(DType dtype, Activation activation, const GeluForward& call, int64_t begin, int64_t end) {
-  with_types(dtype, activation, [&]<class T>(T, auto constant) { gelu_rows<T, constant>(call, begin, end); });
-}
-
-void gelu_backward(DType dtype, Activation activation, const GeluBackward& call, int64_t begin, int64_t end,
-                   void* sums) {
-  with_types(dtype, activation, [&]<class T>(T, auto constant) {
-    gelu_backward_rows<T, constant>(call, begin, end, static_cast<Accumulator<T>*>(sums));
-  });
+template <class T, Activation activation, class A = Accumulator<T>>
+void gelu_backward_rows(const GeluBackward& call, int64_t begin, int64_t end, void* sums) {
+  using F = Vector<A>;
+  const T* dout = static_cast<const T*>(call.dout) + begin * call.channels;
+  const T* x = static_cast<const T*>(call.x) + begin * call.channels;
+  T* dx = static_cast<T*>(call.dx) + begin * call.channels;
+  const A* bias = static_cast<const A*>(call.bias);
+  A* dbias = static_cast<A*>(sums);
+  const int64_t size = bias == nullptr ? (end - begin) * call.channels : call.channels;
+  for (; begin < end; begin = bias == nullptr ? end : begin + 1, dout += size, x += size, dx += size) {
+    for_vectors<F::lanes>(size, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+      F sum = load(x + c, lanes);
+      if (bias != nullptr) sum = sum + load(bias + c, lanes);
+      const F g = load(dout + c, lanes) * derivative<T, activation>(sum);
+      if (bias != nullptr) store(dbias + c, load(dbias + c, lanes) + g, lanes);
+      store(dx + c, g, lanes);
+    });
+  }
 }
 
 }  // namespace
 
-const Kernels KERNELS{layer_norm, layer_norm_backward, gelu, gelu_backward};
+const Kernels KERNELS{BY_ACTIVATION(layer_norm_rows), BY_ACTIVATION(layer_norm_backward_rows), BY_ACTIVATION(gelu_rows),
+                      BY_ACTIVATION(gelu_backward_rows)};
 
 }  // namespace cvt_kernels::layer_norm_gelu

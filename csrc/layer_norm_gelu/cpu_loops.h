@@ -1,4 +1,4 @@
-// The interface between the operators on the CPU (cpu_operators.cpp) and their loops (cpu_loops.cpp).
+// The interface of the loops of LayerNorm and GELU on the CPU.
 //
 // Activations are `channels` adjacent values per row. `shift`, `weight`, `bias`, `mean`, `rstd` and the sums are in the
 // accumulator's type (common/half.h); everything else is in the type of the call.
@@ -6,7 +6,6 @@
 
 #include <cstdint>
 
-#include "common/half.h"
 #include "common/instruction_sets.h"
 #include "layer_norm_gelu/activation.h"
 

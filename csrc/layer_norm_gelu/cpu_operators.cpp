@@ -1,4 +1,4 @@
-// LayerNorm and GELU on the CPU: parameters, threads and the choice of instruction set around the loops.
+// LayerNorm and GELU on the CPU.
 //
 // Results do not depend on the number of threads: rows are independent, and sums over rows are taken in chunks that
 // depend on the shape alone, and added in pairs.

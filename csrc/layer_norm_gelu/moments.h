@@ -18,6 +18,16 @@ void with_types(DType dtype, Activation activation, F f) {
   });
 }
 
+// Functions of a table that call a template for both.
+#define BY_ACTIVATION(function) BY_TYPES(true, function)
+#define BY_GELU(function) BY_TYPES(false, function)
+#define BY_TYPES(or_identity, function)                                                    \
+  [](DType dtype, Activation activation, auto... given) {                                  \
+    layer_norm_gelu::with_types<or_identity>(dtype, activation, [&]<class T>(T, auto constant) { \
+      function<T, constant>(given...);                                                     \
+    });                                                                                    \
+  }
+
 template <class T, Activation activation>
 VECTOR_INLINE VectorOf<T> activated(VectorOf<T> x) {
   if constexpr (std::is_same_v<T, double>) {

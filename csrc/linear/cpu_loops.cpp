@@ -1,5 +1,4 @@
-// The loops that pack weights on the CPU. setup.py compiles this file once per instruction set, with KERNELS naming the
-// table it fills; it includes nothing whose code the linker could merge between them.
+// The loops that pack weights on the CPU.
 
 #include "linear/cpu_loops.h"
 
@@ -10,13 +9,13 @@ namespace {
 
 // Packs a weight into panels (depth, outputs of the panel), with zeros beyond the last output.
 template <class T, class E = Element<T>>
-void pack_weight(const T* weight, int64_t stride, int64_t outputs, int64_t inputs, Factor<E>* out) {
+void pack_weight(const void* weight, int64_t stride, int64_t outputs, int64_t inputs, void* out) {
   const int64_t depth = ceil_div(inputs, kDepth<E>);
   for_panels<float>(outputs, [&](int64_t start, auto vectors) LAMBDA_INLINE {
     constexpr int width = vectors * kLanes;
-    Factor<E>* panel = out + start * depth;
+    Factor<E>* panel = static_cast<Factor<E>*>(out) + start * depth;
     for (int lane = 0; lane < width; lane++) {
-      const T* row = start + lane < outputs ? weight + (start + lane) * stride : nullptr;
+      const T* row = start + lane < outputs ? static_cast<const T*>(weight) + (start + lane) * stride : nullptr;
       for (int64_t d = 0; d < depth; d++) {
         Factor<E> factor = 0;
         if constexpr (kPaired<T>) {
@@ -31,20 +30,9 @@ void pack_weight(const T* weight, int64_t stride, int64_t outputs, int64_t input
   });
 }
 
-void pack(DType dtype, const void* weight, int64_t stride, int64_t outputs, int64_t inputs, void* out) {
-  with_element(dtype, [&](auto type) {
-    using T = decltype(type);
-    pack_weight<T>(static_cast<const T*>(weight), stride, outputs, inputs, static_cast<Factor<Element<T>>*>(out));
-  });
-}
-
-int64_t packed_bytes(DType dtype, int64_t outputs, int64_t inputs) {
-  int64_t bytes = 0;
-  with_element(dtype, [&](auto type) {
-    using E = Element<decltype(type)>;
-    bytes = round_up(outputs, kLanes) * ceil_div(inputs, kDepth<E>) * sizeof(Factor<E>);
-  });
-  return bytes;
+template <class T, class E = Element<T>>
+int64_t packed_bytes(int64_t outputs, int64_t inputs) {
+  return round_up(outputs, kLanes) * ceil_div(inputs, kDepth<E>) * sizeof(Factor<E>);
 }
 
 // Whether the products of a shape equal products of integers, which are exact. Memory is static: this runs after a
@@ -92,6 +80,6 @@ bool products_are_right() {
 
 }  // namespace
 
-const Kernels KERNELS{pack, packed_bytes, products_are_right};
+const Kernels KERNELS{BY_FLOAT(pack_weight), BY_FLOAT(packed_bytes), products_are_right};
 
 }  // namespace cvt_kernels::linear

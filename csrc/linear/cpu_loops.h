@@ -1,13 +1,43 @@
-// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp), which pack weights. The
-// products themselves are part of the loops of other folders (layer_loops.h).
+// The interface of the loops that pack weights on the CPU, and the parameters of the layers that the loops of several folders
+// compute between them (layer_loops.h).
 #pragma once
 
 #include <cstdint>
 
-#include "common/half.h"
 #include "common/instruction_sets.h"
 
-namespace cvt_kernels::linear {
+namespace cvt_kernels {
+
+namespace linear_int8 {
+struct Kernels;
+}
+
+constexpr int64_t kTileRows = 112;  // the most rows that pass through a linear layer together
+
+constexpr int64_t kAtOnce = 32;  // rows that AMX multiplies together
+
+// Adjacent rows, tokens or pixels of an image, which a thread takes together.
+struct Run {
+  int64_t image, begin, end;
+};
+
+// A LayerNorm over the channels.
+struct Norm {
+  const float* weight;
+  const float* bias;
+  float eps;
+};
+
+// A linear layer, its weight packed.
+struct Linear {
+  const void* weight;
+  const float* bias;
+  int64_t inputs, outputs;
+  const linear_int8::Kernels* integers = nullptr;  // of a layer of 8-bit integers, which those have packed; else none
+  const float* weight_scales = nullptr;            // of its outputs
+};
+
+namespace linear {
 
 // The loops, compiled for one instruction set. They serve all dtypes but float64.
 struct Kernels {
@@ -20,4 +50,5 @@ struct Kernels {
 
 DECLARE_PRODUCT_TABLES;
 
-}  // namespace cvt_kernels::linear
+}  // namespace linear
+}  // namespace cvt_kernels

@@ -1,4 +1,4 @@
-// The packing of weights on the CPU: tensors and the choice of instruction set around the loops.
+// The packing of weights on the CPU.
 
 #ifdef __x86_64__
 #include <sys/wait.h>
@@ -9,7 +9,6 @@
 #endif
 
 #include "linear/packed.h"
-#include "linear_int8/cpu_loops.h"
 
 #ifdef __x86_64__
 namespace cvt_kernels {

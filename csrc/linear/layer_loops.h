@@ -2,15 +2,12 @@
 // linkage, as in vector.h. They serve all dtypes but float64.
 #pragma once
 
-#include "common/sanitizers.h"
+#include "common/product.h"
+#include "layer_norm_gelu/moments.h"
+#include "linear_int8/cpu_loops.h"
 #ifdef __SANITIZE_ADDRESS__
 #include <sanitizer/asan_interface.h>
 #endif
-
-#include "linear/layers.h"
-#include "linear_int8/cpu_loops.h"
-#include "common/product.h"
-#include "layer_norm_gelu/moments.h"
 
 namespace cvt_kernels {
 namespace {
@@ -24,15 +21,6 @@ constexpr int64_t kAlignment = 64;  // of the parts of a thread's memory, in byt
 // The type between the linear layers: pairs of bfloat16 where they are multiplied as such, else float.
 template <class T>
 using Element = std::conditional_t<kPaired<T>, BFloat16, float>;
-
-template <class G>
-void with_element(DType dtype, G f) {
-  switch (dtype) {
-    case DType::bfloat16: return f(BFloat16{});
-    case DType::float16: return f(Half{});
-    default: return f(float{});  // the operator refuses float64
-  }
-}
 
 // The distance of rows of factors. It is no power of two, which would crowd a few sets of the cache.
 template <class E>
@@ -63,10 +51,11 @@ class Parts {
   template <class E>
   E* take(int64_t count) {
     E* part = start_ == nullptr ? nullptr : reinterpret_cast<E*>(start_ + size_);
-    size_ += round_up(count * sizeof(E), kAlignment);
+    const int64_t end = size_ + count * sizeof(E);
+    size_ = round_up(end, kAlignment);
 #ifdef __SANITIZE_ADDRESS__  // nobody may touch what lies between the parts
-    if (start_ != nullptr) __asan_poison_memory_region(start_ + size_, kAlignment);
     size_ += kAlignment;
+    if (start_ != nullptr) __asan_poison_memory_region(start_ + end, size_ - end);
 #endif
     return part;
   }
@@ -84,7 +73,33 @@ class Parts {
   int64_t size_ = 0;
 };
 
+// The bytes of a scratch, which takes its parts when it is made for a call; it may be a template of the type between layers.
+template <class Scratch, class Call>
+int64_t bytes_of(DType, const Call& call) {
+  Parts parts(nullptr);
+  Scratch(call, parts);
+  return parts.size();
+}
+
+template <template <class> class Scratch, class Call>
+int64_t bytes_of(DType dtype, const Call& call) {
+  return with_float(dtype, [&](auto type) { return bytes_of<Scratch<Element<decltype(type)>>>(dtype, call); });
+}
+
 // Linear layers -------------------------------------------------------------------------------------------
+
+// Functions for `apply` that store results in rows of `out`, which lie `stride` apart, or what they give added to x.
+template <class T>
+auto stored(T* out, int64_t stride) {
+  return [=](int64_t row, int64_t c, F sums, auto lanes) LAMBDA_INLINE { store(out + row * stride + c, sums, lanes); };
+}
+
+template <class T>
+auto stored_sum(const T* x, T* out, int64_t stride) {
+  return [=](int64_t row, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
+    store(out + row * stride + c, load(x + row * stride + c, lanes) + sums, lanes);
+  };
+}
 
 // Calls f(column, lanes) for the vectors of a panel with `left` columns left.
 template <int vectors, class G>
@@ -224,6 +239,21 @@ VECTOR_INLINE void normalize(const Norm& norm, const T* x, int64_t channels, [[m
     const F normal = (load(row + c, lanes) - origin) * scale + shift;
     f(c, normal * load(norm.weight + c, lanes) + load(norm.bias + c, lanes), lanes);
   });
+}
+
+// The same, stored in a row.
+template <class T, class E>
+VECTOR_INLINE void normalize(const Norm& norm, const T* x, int64_t channels, float* copy, E* out) {
+  normalize(norm, x, channels, copy, [=](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(out + c, normal, lanes); });
+}
+
+// Normalizes sums of a layer and its bias, in their place, into a row.
+template <class E>
+VECTOR_INLINE void normalize_sums(const Norm& norm, const float* bias, int64_t channels, float* sums, E* out) {
+  for_vectors<kLanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+    store(sums + c, load(sums + c, lanes) + load(bias + c, lanes), lanes);
+  });
+  normalize(norm, sums, channels, nullptr, out);
 }
 
 }  // namespace

@@ -3,8 +3,13 @@
 
 #include "common/cpu.h"
 #include "common/tensors.h"
-#include "linear/cpu_loops.h"
-#include "linear/layers.h"
+#include "linear_int8/cpu_loops.h"
+
+namespace cvt_kernels::linear_int8 {
+
+inline const Kernels& kernels() { return *choose(INTEGER_TABLES); }
+
+}  // namespace cvt_kernels::linear_int8
 
 namespace cvt_kernels::linear {
 
@@ -30,19 +35,28 @@ inline void expect_packed(const char* name, const Tensor& packed, int64_t bytes,
          name, packed, expected, ", uint8 (", bytes, ",) at a multiple of 4 bytes");
 }
 
-// Checks the channels of all heads and of the MLP of a block.
-inline void expect_widths(int64_t projected, int64_t hidden, int64_t heads, int64_t most) {
-  expect(heads > 0, "widths", Quoted{"heads, ", heads}, "at least 1 head");
-  expect(projected > 0 && projected % heads == 0 && projected / heads <= most, "widths", projected,
-         "channels of ", heads, " heads, up to ", most, " each");
-  expect(hidden > 0, "widths", Quoted{"hidden channels, ", hidden}, "at least 1");
+// Checks a weight that pack_linear_int8 has packed.
+inline void expect_integers(const Tensor& packed, int64_t outputs, int64_t inputs) {
+  expect(inputs <= linear_int8::kMostInputs, "x", Quoted{"inputs, ", inputs}, "up to ", linear_int8::kMostInputs,
+         " for 8-bit integers");
+  product("packed", {outputs, inputs});
+  expect_packed("packed", packed, linear_int8::kernels().packed_bytes(outputs, inputs), "a weight that pack_linear_int8 packed");
 }
 
-inline Linear layer_of(DType dtype, const Tensor& packed, const Tensor& bias, int64_t outputs, int64_t inputs) {
-  product("packed", {outputs, inputs});
-  expect_packed("packed", packed, kernels().packed_bytes(dtype, outputs, inputs),
-                "a weight that pack_linear packed, in the dtype of the call");
-  return {packed.const_data_ptr(), vector_of("bias", bias, outputs), inputs, outputs};
+// A linear layer, of 8-bit integers if its weight has scales; without these, `scales` has no numbers.
+inline Linear layer_of(DType dtype, const Tensor& packed, const Tensor& bias, int64_t outputs, int64_t inputs,
+                       const Optional& scales = {}) {
+  Linear layer{packed.const_data_ptr(), vector_of("bias", bias, outputs), inputs, outputs};
+  if (scales.has_value() && scales->numel() > 0) {
+    expect_integers(packed, outputs, inputs);
+    layer.integers = &linear_int8::kernels();
+    layer.weight_scales = vector_of("weight_scales", *scales, outputs);
+  } else {
+    product("packed", {outputs, inputs});
+    expect_packed("packed", packed, kernels().packed_bytes(dtype, outputs, inputs),
+                  "a weight that pack_linear packed, in the dtype of the call");
+  }
+  return layer;
 }
 
 }  // namespace cvt_kernels::linear

@@ -1,16 +1,149 @@
-// The loops for linear layers of 8-bit integers on the CPU. setup.py compiles this file once per instruction set, with
-// KERNELS naming the table it fills; it includes nothing whose code the linker could merge between them.
+// The loops for linear layers of 8-bit integers on the CPU.
 //
 // A packed weight is one strip after another, each of as many outputs as two vectors have lanes: the initial sums of
 // the products, then the numbers, a lane's beside each other (inputs / kTogether, outputs, kTogether).
 
 #include "linear_int8/cpu_loops.h"
 
-#include "linear/layer_loops.h"
-#include "linear_int8/numbers.h"
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
-namespace cvt_kernels::linear_int8 {
+#include "linear/layer_loops.h"
+
+namespace cvt_kernels {
 namespace {
+
+// Numbers and their products ------------------------------------------------------------------------------------
+
+#if defined KERNELS_VECTOR_BYTES  // whose vectors differ from the machine's
+#define INTRINSICS 0
+#else
+#define INTRINSICS 1
+#endif
+
+// Where the CPU multiplies four numbers of 8 bits at once, the left ones have no sign but with AMX: they are stored with
+// an offset, whose part of the products is known beforehand. Elsewhere numbers are stored in 16 bits, two at once.
+#if defined __AVX512VNNI__ || defined __AVXVNNI__
+constexpr bool kQuads = true;
+#else
+constexpr bool kQuads = kTiles;
+#endif
+constexpr int kOffset = kQuads && !kTiles ? 128 : 0;
+using LeftNumber = std::conditional_t<kQuads, std::conditional_t<kOffset == 0, int8_t, uint8_t>, int16_t>;
+using RightNumber = std::conditional_t<kQuads, int8_t, int16_t>;
+constexpr int kTogether = sizeof(Integers) / sizeof(LeftNumber);
+
+using I = Vector<Integers>;
+
+// sum + Σ a · b for the numbers in each lane. The instructions that add pairs of 8-bit products do so in 16 bits, which
+// overflow.
+VECTOR_INLINE I multiply_add(I a, I b, I sum) {
+#if INTRINSICS && defined __AVX512VNNI__
+  return (I::Type)_mm512_dpbusd_epi32((__m512i)sum.v, (__m512i)a.v, (__m512i)b.v);
+#elif INTRINSICS && defined __AVXVNNI__
+  return (I::Type)_mm256_dpbusd_avx_epi32((__m256i)sum.v, (__m256i)a.v, (__m256i)b.v);
+#elif INTRINSICS && defined __AVX512BW__
+  return sum + I((I::Type)_mm512_madd_epi16((__m512i)a.v, (__m512i)b.v));
+#elif INTRINSICS && defined __AVX2__
+  return sum + I((I::Type)_mm256_madd_epi16((__m256i)a.v, (__m256i)b.v));
+#elif INTRINSICS && defined __SSE2__
+  return sum + I((I::Type)_mm_madd_epi16((__m128i)a.v, (__m128i)b.v));
+#else
+  static_assert(!kQuads || kTiles);
+  return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
+}
+
+// x rounded to integers, half to even; |x| is small.
+VECTOR_INLINE I rounded(Vector<float> x) {
+#if INTRINSICS && defined __AVX512F__
+  return (I::Type)_mm512_maskz_cvtps_epi32(0xffff, (__m512)x.v);
+#elif INTRINSICS && defined __AVX2__
+  return (I::Type)_mm256_cvtps_epi32((__m256)x.v);
+#elif INTRINSICS && defined __SSE2__
+  return (I::Type)_mm_cvtps_epi32((__m128)x.v);
+#else
+  I result;
+  for (int lane = 0; lane < I::lanes; lane++) result.v[lane] = static_cast<Integers>(std::nearbyint(x.v[lane]));
+  return result;
+#endif
+}
+
+// Stores integers as numbers that are narrower, in which they fit.
+template <class N>
+VECTOR_INLINE void store_numbers(N* out, I x, Whole) {
+  using Numbers = typename Native<N, I::lanes * sizeof(N)>::Type;
+  Numbers numbers = __builtin_convertvector(x.v, Numbers);
+#if INTRINSICS && defined __AVX2__ && !defined __AVX512F__  // the compiler does half of it number by number
+  if constexpr (sizeof(N) == 1) {
+    const __m128i low = _mm256_castsi256_si128((__m256i)x.v), high = _mm256_extracti128_si256((__m256i)x.v, 1);
+    const __m128i words = _mm_packs_epi32(low, high);
+    const __m128i bytes = std::is_signed_v<N> ? _mm_packs_epi16(words, words) : _mm_packus_epi16(words, words);
+    std::memcpy(&numbers, &bytes, sizeof numbers);
+  }
+#endif
+  std::memcpy(out, &numbers, sizeof numbers);
+}
+
+template <class N>
+VECTOR_INLINE void store_numbers(N* out, I x, Part part) {
+  N lanes[I::lanes];
+  store_numbers(lanes, x, Whole{});
+  std::memcpy(out, lanes, part.size * sizeof(N));
+}
+
+// The largest magnitude of numbers; infinity and NaN are larger than all others.
+struct Magnitudes {
+  I most[4] = {0, 0, 0, 0};  // as bits
+
+  // Takes a vector of numbers; i is that of for_vectors.
+  VECTOR_INLINE void take(Vector<float> x, int i) {
+    const I magnitude = (I::Type)absolute(x).v;
+    most[i] = select(most[i] < magnitude, magnitude, most[i]);
+  }
+
+  VECTOR_INLINE float largest() const {
+    const auto larger = [](I a, I b) LAMBDA_INLINE { return select(a < b, b, a); };
+    const I both = larger(larger(most[0], most[1]), larger(most[2], most[3]));
+    return cvt_kernels::float_of(static_cast<uint32_t>(cvt_kernels::largest(both)));
+  }
+};
+
+// Quantizes a row, whose largest magnitude is known, as Kernels::quantize says, with `offset` added to its numbers, and
+// returns its scale.
+template <class T, class N>
+VECTOR_INLINE float quantize_row(const T* x, int64_t inputs, float largest, N* out, int offset) {
+  using F = Vector<float>;
+  const bool finite = largest < INFINITY;
+  if (!finite || largest < linear_int8::kLeast) {
+    for (int64_t c = 0; c < inputs; c++) out[c] = static_cast<N>(offset);
+    return finite ? 0 : NAN;
+  }
+  const F factor = linear_int8::kLimit / largest;
+  const I shift = offset;
+  for_vectors<F::lanes>(inputs, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+    store_numbers(out + c, rounded(load(x + c, lanes) * factor) + shift, lanes);
+  });
+  return largest / linear_int8::kLimit;
+}
+
+// The same of any row.
+template <class T, class N>
+VECTOR_INLINE float quantize_row(const T* x, int64_t inputs, N* out, int offset) {
+  Magnitudes magnitudes;
+  for_vectors<Vector<float>::lanes>(inputs, [&](int64_t c, auto lanes, int i) LAMBDA_INLINE {
+    magnitudes.take(load(x + c, lanes), i);
+  });
+  return quantize_row(x, inputs, magnitudes.largest(), out, offset);
+}
+
+}  // namespace
+
+namespace linear_int8 {
+namespace {
+
+// Rows and weights -----------------------------------------------------------------------------------------------
 
 constexpr int64_t kStrip = 2 * I::lanes;
 constexpr int64_t kLine = 64;  // the bytes of a line of the cache, and of a row of a tile
@@ -34,15 +167,13 @@ void pad_row(LeftNumber* row, int64_t inputs) {
   for (int64_t i = inputs; i < end; i++) row[i] = kOffset;
 }
 
-void quantize(DType dtype, const void* x, int64_t stride, int64_t rows, int64_t inputs, void* out, float* scales) {
-  with_float(dtype, [&](auto type) {
-    const auto* from = static_cast<const decltype(type)*>(x);
-    for (int64_t row = 0; row < rows; row++) {
-      LeftNumber* to = row_of(out, row, inputs);
-      scales[row] = quantize_row(from + row * stride, inputs, to, kOffset);
-      pad_row(to, inputs);
-    }
-  });
+template <class T>
+void quantize(const void* x, int64_t stride, int64_t rows, int64_t inputs, void* out, float* scales) {
+  for (int64_t row = 0; row < rows; row++) {
+    LeftNumber* to = row_of(out, row, inputs);
+    scales[row] = quantize_row(static_cast<const T*>(x) + row * stride, inputs, to, kOffset);
+    pad_row(to, inputs);
+  }
 }
 
 // Half precision of the activation is far more than what 8 bits keep of it.
@@ -68,7 +199,7 @@ void requantize_rows(const Linear& layer, const int32_t* sums, int64_t stride, i
 void requantize(const Linear& layer, Activation activation, const int32_t* sums, int64_t stride, int64_t rows, float* row,
                 void* out, float* scales) {
   layer_norm_gelu::with_activation(activation, [&](auto constant) {
-    requantize_rows<constant.value>(layer, sums, stride, rows, row, out, scales);
+    requantize_rows<constant>(layer, sums, stride, rows, row, out, scales);
   });
 }
 
@@ -153,12 +284,11 @@ const float* prepared(const Rows& rows, const T* x, float* copy) {
     });
   };
   if (rows.normalizes) {
-    const auto keep = [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(copy + c, normal, lanes); };
     if (rows.shift == nullptr) {
-      normalize(rows.norm, x, rows.channels, copy, keep);
+      normalize(rows.norm, x, rows.channels, copy, copy);
     } else {
       fill([&](int64_t c, auto lanes) LAMBDA_INLINE { return load(x + c, lanes) + load(rows.shift + c, lanes); });
-      normalize(rows.norm, copy, rows.channels, copy, keep);
+      normalize(rows.norm, copy, rows.channels, copy, copy);
     }
   } else if constexpr (activation != Activation::identity) {
     fill([&](int64_t c, auto lanes) LAMBDA_INLINE {
@@ -172,15 +302,14 @@ const float* prepared(const Rows& rows, const T* x, float* copy) {
   return copy;
 }
 
-void quantize_rows(DType dtype, const Rows& rows, int64_t begin, int64_t end, float* row, int8_t* values, float* scales) {
-  with_float(dtype, [&](auto type) {
-    layer_norm_gelu::with_activation(rows.activation, [&](auto activation) {
-      const auto* x = static_cast<const decltype(type)*>(rows.x);
-      for (int64_t i = begin; i < end; i++) {
-        const float* ready = prepared<decltype(type), activation>(rows, x + i * rows.stride, row);
-        scales[i] = quantize_row(ready, rows.channels, values + i * rows.channels, 0);
-      }
-    });
+template <class T>
+void quantize_rows(const Rows& rows, int64_t begin, int64_t end, float* row, int8_t* values, float* scales) {
+  layer_norm_gelu::with_activation(rows.activation, [&](auto activation) {
+    const T* x = static_cast<const T*>(rows.x);
+    for (int64_t i = begin; i < end; i++) {
+      const float* ready = prepared<T, activation>(rows, x + i * rows.stride, row);
+      scales[i] = quantize_row(ready, rows.channels, values + i * rows.channels, 0);
+    }
   });
 }
 
@@ -203,14 +332,11 @@ void finish_panel(const Finish& finish, const int32_t* sums, const float* scales
   }
 }
 
-void finish(DType dtype, const Finish& finish, const int32_t* sums, const float* scales, int64_t first, int64_t rows,
-            int64_t begin) {
-  with_float(dtype, [&](auto type) {
-    layer_norm_gelu::with_activation(finish.activation, [&](auto activation) {
-      using T = decltype(type);
-      if (finish.residual == nullptr) finish_panel<T, activation, false>(finish, sums, scales, first, rows, begin);
-      else finish_panel<T, activation, true>(finish, sums, scales, first, rows, begin);
-    });
+template <class T>
+void finish(const Finish& finish, const int32_t* sums, const float* scales, int64_t first, int64_t rows, int64_t begin) {
+  layer_norm_gelu::with_activation(finish.activation, [&](auto activation) {
+    if (finish.residual == nullptr) finish_panel<T, activation, false>(finish, sums, scales, first, rows, begin);
+    else finish_panel<T, activation, true>(finish, sums, scales, first, rows, begin);
   });
 }
 
@@ -251,7 +377,8 @@ bool products_are_right() {
 
 }  // namespace
 
-const Kernels KERNELS{row_bytes,  quantize, lay_out,       packed_bytes,      pack, multiply,
-                      requantize, finish,   quantize_rows, products_are_right};
+const Kernels KERNELS{row_bytes, BY_FLOAT(quantize), lay_out, packed_bytes, pack, multiply, requantize, BY_FLOAT(finish),
+                      BY_FLOAT(quantize_rows), products_are_right};
 
-}  // namespace cvt_kernels::linear_int8
+}  // namespace linear_int8
+}  // namespace cvt_kernels

@@ -7,10 +7,9 @@
 
 #include <cstdint>
 
-#include "common/half.h"
 #include "common/instruction_sets.h"
 #include "layer_norm_gelu/activation.h"
-#include "linear/layers.h"
+#include "linear/cpu_loops.h"
 
 namespace cvt_kernels::linear_int8 {
 

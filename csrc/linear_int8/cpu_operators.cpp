@@ -1,14 +1,8 @@
-// Linear layers of 8-bit integers on the CPU, and what makes such integers: tensors and threads around the loops.
-//
-// Every row is computed in the same way whichever thread takes it, and sums are exact, so results do not depend on the
-// number of threads.
-
-#include <cmath>
-#include <tuple>
+// Linear layers of 8-bit integers on the CPU, and what makes such integers.
 
 #include "common/units.h"
 #include "layer_norm_gelu/operators.h"
-#include "linear_int8/packed.h"
+#include "linear/packed.h"
 
 namespace cvt_kernels::linear_int8 {
 namespace {
@@ -50,16 +44,21 @@ Tensor vector_or(const char* name, const Optional& tensor, int64_t size, float a
 
 const float* floats_of(const Optional& tensor) { return static_cast<const float*>(const_data_of(tensor)); }
 
+// The sizes of x with another last one.
+std::vector<int64_t> sizes_with(const Tensor& x, int64_t last) {
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = last;
+  return sizes;
+}
+
 std::tuple<Tensor, Tensor> quantized(const Tensor& x, Rows rows) {
   const DType dtype = linear::served_dtype("x", x);
   const Matrix matrix = rows_of(x);
   rows.x = matrix.tensor.const_data_ptr();
   rows.stride = matrix.stride;
   rows.channels = matrix.columns;
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  const Tensor values = empty(sizes, ScalarType::Char, x);
-  sizes.back() = 1;
-  const Tensor scales = empty(sizes, ScalarType::Float, x);
+  const Tensor values = empty(x.sizes(), ScalarType::Char, x);
+  const Tensor scales = empty(sizes_with(x, 1), ScalarType::Float, x);
   int8_t* numbers = static_cast<int8_t*>(values.mutable_data_ptr());
   float* of_rows = static_cast<float*>(scales.mutable_data_ptr());
   const int64_t bytes = matrix.columns * sizeof(float);
@@ -163,11 +162,9 @@ Tensor linear_int8(const Tensor& x, const Optional& x_scales, const Tensor& pack
   expect(weight_scale.dim() == 1 && weight_scale.size(0) > 0, "weight_scale", weight_scale, "(outputs,)");
   const int64_t outputs = weight_scale.size(0), inputs = channels_of("x", x);
   const float* scale_of_weight = linear::vector_of("weight_scale", weight_scale, outputs);
-  expect_weight(packed, outputs, inputs);
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() = outputs;
+  linear::expect_integers(packed, outputs, inputs);
   dtype_of("dtype", dtype);
-  const Tensor out = empty(sizes, dtype, x);
+  const Tensor out = empty(sizes_with(x, outputs), dtype, x);
   const DType out_dtype = linear::served_dtype("dtype", out);
   const Tensor added = vector_or("bias", bias, outputs, 0, x);
   const Optional summand = contiguous_like("residual", residual, out);

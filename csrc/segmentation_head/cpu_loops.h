@@ -1,4 +1,4 @@
-// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp).
+// The interface of the loops of the segmentation head and of resized_argmax on the CPU.
 //
 // The maps of an image are multiplied to the same channels, resized to the first one and summed; a linear layer behind ReLU
 // gives the logits of each pixel.
@@ -6,9 +6,7 @@
 
 #include <cstdint>
 
-#include "common/half.h"
-#include "common/instruction_sets.h"
-#include "linear/layers.h"
+#include "linear/cpu_loops.h"
 
 namespace cvt_kernels::segmentation_head {
 
@@ -32,15 +30,24 @@ struct Head {
   void* out = nullptr;  // (images, height, width, classifier.outputs)
 };
 
+// Logits of some images, the classes of a pixel adjacent; steps between neighbors are in elements.
+struct Logits {
+  const void* data;
+  int64_t image_step, row_step, column_step;
+  int64_t height, width, classes;
+  int32_t* largest;  // (images, height, width): the first largest class of each pixel, or -1 where a logit is not finite
+  int64_t out_height, out_width;
+  int64_t* out;  // (images, out_height, out_width)
+};
+
 // The loops, compiled for one instruction set. They serve all dtypes but float64.
 struct Kernels {
-  // For `project` with the map.
-  int64_t (*projection_bytes)(DType, const Source&);
-  // Computes the product of some pixels of a map that is resized.
-  void (*project)(DType, const Source&, const Run&, void* scratch);
-  int64_t (*scratch_bytes)(DType, const Head&);
-  // Computes the logits of a segment; the segments of all rows and images are counted on.
-  void (*classify)(DType, const Head&, int64_t unit, void* scratch);
+  Loop<Source, const Run&> project;  // the product of some pixels of a map that is resized
+  Loop<Head, int64_t> classify;      // the logits of a segment; the segments of all rows and images are counted on
+  // Finds the largest class of each pixel of a row, then the classes of a row of the resized logits; the rows of all images
+  // are counted on.
+  void (*classify_row)(DType, const Logits&, int64_t row);
+  Loop<Logits, int64_t> resize;
 };
 
 DECLARE_PRODUCT_TABLES;

@@ -1,6 +1,4 @@
-// The segmentation head on the CPU: tensors, threads and the choice of instruction set around the loops.
-//
-// Every pixel is computed in the same way whichever thread takes it, so results do not depend on their number.
+// The segmentation head and resized_argmax on the CPU.
 
 #include "common/units.h"
 #include "linear/packed.h"
@@ -28,11 +26,9 @@ void serve(const Kernels& loops, DType dtype, int64_t images, std::vector<Source
     Source& map = maps[i];
     const std::vector<Run> runs = cut_tokens(images, map.height * map.width);
     map.tile_rows = longest(runs);
-    steps.push_back(over_runs(runs, loops.projection_bytes(dtype, map),
-                              [&](const Run& run, int64_t, char* scratch) { loops.project(dtype, map, run, scratch); }));
+    steps.push_back(over(runs, loops.project, dtype, map));
   }
-  steps.push_back({images * maps[0].height * head.segments, loops.scratch_bytes(dtype, head),
-                   [&](int64_t unit, int64_t, char* scratch) { loops.classify(dtype, head, unit, scratch); }});
+  steps.push_back(over(images * maps[0].height * head.segments, loops.classify, dtype, head));
   for_steps(steps);
 }
 
@@ -92,7 +88,42 @@ Tensor segmentation_head_packed(const std::vector<Tensor>& maps, const std::vect
   return out;
 }
 
+Tensor resized_argmax(const Tensor& given, int64_t height, int64_t width) {
+  const Kernels& loops = *choose(PRODUCT_TABLES);
+  expect(given.dim() == 4 && given.size(1) > 0 && given.size(2) > 0 && given.size(3) > 0, "logits", given,
+         "(batch, height, width, classes)");
+  expect(given.size(3) < int64_t{1} << 31, "logits", given, "fewer than 2^31 classes");
+  for (const int64_t side : {given.size(1), given.size(2), height, width}) {
+    expect(side > 0 && side <= kMostSide, "a side", side, "1 to ", kMostSide, " pixels");
+  }
+  const DType dtype = linear::served_dtype("logits", given);
+  numbers_of("logits", given);
+  const Tensor logits = with_adjacent_channels("logits", given);
+  const int64_t images = logits.size(0);
+  product("result", {images, height, width});
+  const Tensor out = empty({images, height, width}, ScalarType::Long, logits);
+  const int64_t pixels = product("logits", {images, logits.size(1), logits.size(2)});
+  const Workspace largest(pixels * static_cast<int64_t>(sizeof(int32_t)));
+  const Logits call{
+      .data = logits.const_data_ptr(),
+      .image_step = logits.stride(0),
+      .row_step = logits.stride(1),
+      .column_step = logits.stride(2),
+      .height = logits.size(1),
+      .width = logits.size(2),
+      .classes = logits.size(3),
+      .largest = reinterpret_cast<int32_t*>(largest.data()),
+      .out_height = height,
+      .out_width = width,
+      .out = static_cast<int64_t*>(out.mutable_data_ptr()),
+  };
+  for_steps({{images * call.height, 0, [&](int64_t row, int64_t, char*) { loops.classify_row(dtype, call, row); }},
+             over(images * height, loops.resize, dtype, call)});
+  return out;
+}
+
 IMPLEMENT("segmentation_head_packed", segmentation_head_packed)
+IMPLEMENT("resized_argmax", resized_argmax)
 
 }  // namespace
 }  // namespace cvt_kernels::segmentation_head

@@ -3,13 +3,18 @@
 // this extension was not built.
 #pragma once
 
-#include <cstdint>
-#include <limits>
-#include <vector>
+// pybind11 as torch brings it along. torch 2.11 refuses to share it with users of the stable ABI, which has nothing to do
+// with it.
+#pragma push_macro("TORCH_TARGET_VERSION")
+#undef TORCH_TARGET_VERSION
+#include <pybind11/pybind11.h>
+#pragma pop_macro("TORCH_TARGET_VERSION")
 
-#include "common/pybind.h"
+#include <bit>
+#include <cstring>
+#include <limits>
+
 #include "common/tensors.h"
-#include "snapshots/sample.h"
 
 namespace cvt_kernels::snapshots {
 
@@ -71,28 +76,21 @@ inline void add_hooks(const py::list& dicts, const py::set& ignored, Facts& foun
   }
 }
 
-// Objects, names, and the values that were found by them; None where there was none.
-struct Settings {
-  explicit Settings(const py::tuple& given) : objects(given[0]), names(given[1]), values(given[2]) {
-    if (names.size() != objects.size() || values.size() != objects.size()) {
-      throw py::value_error("expected lists of one length");
-    }
+// Whether the values that were found by objects and names, None where there was none, are, or equal, what `look_up` finds.
+template <class LookUp>
+bool are_same(const py::tuple& given, LookUp look_up) {
+  const py::list objects = given[0], names = given[1], values = given[2];
+  if (names.size() != objects.size() || values.size() != objects.size()) {
+    throw py::value_error("expected lists of one length");
   }
-
-  // Whether all values are, or equal, what `look_up` finds.
-  template <class LookUp>
-  bool are_same(LookUp look_up) const {
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects.ptr()); i++) {
-      const py::object found = look_up(PyList_GET_ITEM(objects.ptr(), i), PyList_GET_ITEM(names.ptr(), i));
-      const int is_same = PyObject_RichCompareBool(found.ptr(), PyList_GET_ITEM(values.ptr(), i), Py_EQ);
-      if (is_same < 0) throw py::error_already_set();
-      if (is_same == 0) return false;
-    }
-    return true;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects.ptr()); i++) {
+    const py::object found = look_up(PyList_GET_ITEM(objects.ptr(), i), PyList_GET_ITEM(names.ptr(), i));
+    const int is_same = PyObject_RichCompareBool(found.ptr(), PyList_GET_ITEM(values.ptr(), i), Py_EQ);
+    if (is_same < 0) throw py::error_already_set();
+    if (is_same == 0) return false;
   }
-
-  py::list objects, names, values;
-};
+  return true;
+}
 
 inline py::object item_or_none(py::handle dict, py::handle name) {
   PyObject* item = item_of(dict, name);
@@ -186,6 +184,113 @@ struct Layout {
   int64_t *sizes, *strides;
 };
 
+// A part of a tensor's bytes, by which writes that PyTorch does not count are noticed.
+//
+// Of a tensor, eight lines of 64 bytes are read: the first, the last, and one at random in each sixth between them; all of
+// a smaller one. So 128 numbers of float32 are compared for eight misses of the cache. Of a tensor with gaps between its
+// numbers, or with numbers that share memory, 64 single ones are.
+class Sample {
+ public:
+  static constexpr int64_t kLine = 64, kBetween = 6, kLines = kBetween + 2, kSingles = 64;
+
+  // Of numbers of `item` bytes; `place` differs from tensor to tensor. Begins to load the bytes.
+  Sample(const void* address, int64_t item, int64_t dim, const int64_t* sizes, const int64_t* strides, uint64_t place)
+      : address_(static_cast<const char*>(address)), item_(item), dim_(dim), sizes_(sizes), strides_(strides) {
+    int64_t extent = 1;  // from the first to the last number
+    for (int64_t i = 0; i < dim; i++) {
+      numbers_ *= sizes[i];
+      extent += (sizes[i] - 1) * strides[i];
+    }
+    if (address == nullptr) numbers_ = 0;
+    bytes_ = numbers_ * item;
+    is_dense_ = extent == numbers_;
+    random_ = mixed(place + 1);
+    if (numbers_ == 0 || !is_dense_) return;
+    lines_ = std::min(kLines, bytes_ / kLine);
+    for (int64_t i = 0; i < lines_; i++) __builtin_prefetch(line_[i] = address_ + offset_of_line(i));
+    if (rest() > 0) __builtin_prefetch(address_ + bytes_ - 1);
+  }
+
+  uint64_t hash() const {
+    Hash hash;
+    for (int64_t i = 0; i < lines_; i++) hash.add(line_[i], kLine);
+    if (numbers_ > 0 && is_dense_) {
+      if (rest() > 0) hash.add(address_ + lines_ * kLine, rest());
+    } else {
+      for (int64_t i = 0; i < std::min(kSingles, numbers_); i++) hash.add(address_ + single(i), item_);
+    }
+    return hash.of_all();
+  }
+
+ private:
+  // Words go to eight sums in turn, each a bijection of every word in it, so that one changed word always shows.
+  struct Hash {
+    void add(const char* bytes, int64_t count) {
+      uint64_t words[kLine / 8] = {};
+      if (count == kLine) std::memcpy(words, bytes, kLine);
+      else std::memcpy(words, bytes, static_cast<size_t>(count));
+      for (int64_t i = 0; i < kLine / 8; i++) sums[i] = with(sums[i], words[i]);
+    }
+
+    uint64_t of_all() const {
+      uint64_t hash = 0;
+      for (const uint64_t sum : sums) hash = with(hash, sum);
+      return hash;
+    }
+
+    static uint64_t with(uint64_t sum, uint64_t word) { return std::rotl(sum ^ word, 29) * 0x9E3779B97F4A7C15u; }
+
+    uint64_t sums[kLine / 8] = {};
+  };
+
+  static uint64_t mixed(uint64_t x) {
+    x *= 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+  }
+
+  // A place at random in each of several equal parts of less than 2⁴⁰ places.
+  template <int64_t kParts>
+  int64_t within(int64_t part, int64_t places) const {
+    const auto fraction = static_cast<int64_t>((random_ >> (10 * (part % 6))) % 1024);
+    return (part * 1024 + fraction) * places / (1024 * kParts);
+  }
+
+  // The bytes behind the lines of a small tensor.
+  int64_t rest() const { return lines_ < kLines ? bytes_ - lines_ * kLine : 0; }
+
+  // The offset of a line from the beginning; those between begin where lines of the cache do.
+  int64_t offset_of_line(int64_t i) const {
+    if (bytes_ <= kLines * kLine) return i * kLine;
+    if (i == 0) return 0;
+    if (i == kLines - 1) return bytes_ - kLine;
+    const auto skipped = kLine - static_cast<int64_t>(reinterpret_cast<uintptr_t>(address_) % kLine);
+    return skipped + kLine * within<kBetween>(i - 1, (bytes_ - kLine - skipped) / kLine);
+  }
+
+  // The offset of a number, the first and the last among them.
+  int64_t single(int64_t i) const {
+    int64_t number = numbers_ <= kSingles ? i : within<kSingles>(i, numbers_), offset = 0;
+    if (i == 0) number = 0;
+    if (i == kSingles - 1) number = numbers_ - 1;
+    for (int64_t axis = dim_ - 1; axis >= 0; axis--) {
+      offset += number % sizes_[axis] * strides_[axis];
+      number /= sizes_[axis];
+    }
+    return offset * item_;
+  }
+
+  const char* address_;
+  int64_t item_, dim_;
+  const int64_t *sizes_, *strides_;
+  int64_t numbers_ = 1, bytes_;
+  bool is_dense_;
+  uint64_t random_;
+  int64_t lines_ = 0;
+  const char* line_[kLines];
+};
+
 constexpr int64_t kLinesOfTensor = 4;  // of the cache, that the object of a tensor in C++ spans
 
 // Versions and layouts of tensors, and hashes of a part of the numbers of each on a CPU; of None a mark.
@@ -236,8 +341,8 @@ inline py::tuple state(const py::list& members, const py::list& modules, const p
   for (const py::handle module : modules) facts.push_back(reinterpret_cast<int64_t>(Py_TYPE(module.ptr())));
   add_attributes(spaces, own, facts);
   add_hooks(hooks, ignored, facts);
-  facts.push_back(Settings(items).are_same(&item_or_none));
-  facts.push_back(Settings(attributes).are_same(&attribute_or_none));
+  facts.push_back(are_same(items, &item_or_none));
+  facts.push_back(are_same(attributes, &attribute_or_none));
   const Contents contents(tensors);
   return py::make_tuple(bytes_of(facts), bytes_of(contents.layouts), bytes_of(contents.versions), bytes_of(contents.hashes));
 }

@@ -1,5 +1,4 @@
-// The loops of the transformer block on the CPU. setup.py compiles this file once per instruction set, with KERNELS naming
-// the table it fills; it includes nothing whose code the linker could merge between them.
+// The loops of the transformer block on the CPU.
 //
 // Between x and the result, nothing but queries, keys and values goes through memory. A band of an image's rows is
 // normalized once and held; its convolutions are made a few rows at a time, which the linear layers then take from the
@@ -58,19 +57,16 @@ int64_t most_tokens(const Block& block) {
 
 template <class E>
 struct Projecting {
-  float *zeros, *held, *copy, *tile, *class_token;
+  float *zeros, *held, *class_token;
   float* convolved;  // a row of pixels, before it is rounded
-  E* a;
-  Rounded rounded;
+  Inputs<E> inputs;
 
-  Projecting(const Block& block, Parts& parts) {
+  Projecting(const Block& block, Parts& parts)
+      : inputs(parts, most_tokens(block), block.channels, block.channels,
+               {&block.linears[0], &block.linears[1], &block.linears[2]}) {
     zeros = parts.take<float>(row_size(block));
     held = parts.take<float>(block.band_rows * row_size(block));
-    copy = parts.take<float>(padded(block.channels));
     class_token = parts.take<float>(padded(block.channels));
-    tile = parts.take<float>(most_tokens(block) * kTileColumns);
-    a = parts.take<E>(most_tokens(block) * stride_of<E>(block.channels));
-    rounded = take_rounded(parts, most_tokens(block), {&block.linears[0], &block.linears[1], &block.linears[2]});
     int64_t widest = 0;
     for (int i = 0; i < 3; i++) {
       if (block.linears[i].integers != nullptr) widest = at_least(block.branches[i].width, widest);
@@ -93,7 +89,7 @@ void hold(const Block& block, const T* x, Rows rows, const Projecting<E>& scratc
     for (int64_t column = 0; column < block.width; column++) {
       const T* pixel = x + (block.class_tokens + row * block.width + column) * block.channels;
       float* place = to + margin + column * kLanes;
-      normalize(block.norm1, pixel, block.channels, scratch.copy, [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE {
+      normalize(block.norm1, pixel, block.channels, scratch.inputs.copy, [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE {
         store(place + c / kLanes * plane, keep(normal, lanes), Whole{});
       });
     }
@@ -131,26 +127,20 @@ void gather(const int64_t* rows, int64_t begin, int64_t end, int64_t first, cons
   }
 }
 
-// The place of a row among those that are rounded for a layer.
-Rounded from_row(const Linear& linear, const Rounded& rounded, int64_t row) {
-  return {rounded.values + row * rounded_bytes(linear), rounded.scales + row};
-}
-
 template <class T, class E = Element<T>>
 void project_run(const Block& block, const Run& run, void* memory) {
   const TileUse tile_use;
   Parts parts(memory);
   const Projecting<E> scratch(block, parts);
-  const int64_t image = run.image, stride = stride_of<E>(block.channels);
+  const Inputs<E>& inputs = scratch.inputs;
+  const int64_t image = run.image;
   const T* x = static_cast<const T*>(block.x) + image * tokens_of(block) * block.channels;
   const Rows held = held_rows(block, run);
   std::memset(scratch.zeros, 0, row_size(block) * sizeof(float));
   hold(block, x, held, scratch);
   const bool with_class_token = run.begin == 0 && block.class_tokens;
   if (with_class_token) {
-    normalize(block.norm1, x, block.channels, scratch.copy, [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE {
-      store(scratch.class_token + c, normal, lanes);
-    });
+    normalize(block.norm1, x, block.channels, inputs.copy, scratch.class_token);
   }
   for (int branch = 0; branch < 3; branch++) {
     const Branch& b = block.branches[branch];
@@ -162,9 +152,9 @@ void project_run(const Block& block, const Run& run, void* memory) {
     int64_t row = top, token = block.class_tokens + row * b.width, rows = 0;
     if (gathers) token = kept.before(token);
     if (with_class_token && (!gathers || token > 0)) {
-      round_rows(linear, scratch.class_token, 0, 1, scratch.rounded);
+      round_rows(linear, scratch.class_token, 0, 1, inputs.rounded);
       for_vectors<kLanes>(block.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-        store(scratch.a + c, load(scratch.class_token + c, lanes), lanes);
+        store(inputs.a + c, load(scratch.class_token + c, lanes), lanes);
       });
       token = 0, rows = 1;
     }
@@ -178,22 +168,19 @@ void project_run(const Block& block, const Run& run, void* memory) {
         const int64_t end = gathers ? kept.before(first + b.width) : begin + b.width;
         if (begin == end) continue;
         if (linear.integers == nullptr) {
-          convolve(scratch.a + rows * stride, begin, end);
+          convolve(inputs.a + rows * inputs.stride, begin, end);
         } else {
           convolve(scratch.convolved, begin, end);
           round_rows(linear, scratch.convolved, stride_of<float>(block.channels), end - begin,
-                     from_row(linear, scratch.rounded, rows));
+                     inputs.from_row(linear, rows));
         }
         rows += end - begin;
       }
       if (rows == 0) break;
-      pad_rows(scratch.a, rows, stride, block.channels);
+      pad_rows(inputs.a, rows, inputs.stride, block.channels);
       E* out = static_cast<E*>(block.projected[branch]) +
                (image * projected_tokens(block, branch) + token) * linear.outputs;
-      apply(linear, 0, linear.outputs, scratch.a, stride, rows, scratch.rounded, scratch.tile,
-               [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
-                 store(out + r * linear.outputs + c, sums, lanes);
-               });
+      inputs.apply(linear, rows, stored(out, linear.outputs));
       token += rows, rows = 0;
     }
   }
@@ -201,99 +188,25 @@ void project_run(const Block& block, const Run& run, void* memory) {
 
 // The second step: attention and the MLP ------------------------------------------------------------------
 
-int64_t head_dim_of(const Block& block) { return block.linears[0].outputs / block.heads; }
-
 template <class E>
 struct Attending {
   attention::Heads<E> heads;
-  E *a, *hidden;
-  int32_t* hidden_sums;  // in its place, if both layers of the MLP are quantized
-  float *tile, *sums, *copy, *gathered;
-  Rounded rounded;
-  int64_t a_stride, hidden_size, hidden_stride, hidden_rows;
+  Inputs<E> inputs;
+  int64_t hidden_rows;
+  Hidden<E> hidden;
+  float* gathered;
 
   Attending(const Block& block, Parts& parts)
-      : heads(tokens_of(block, 1), block.heads, head_dim_of(block), block.scale, parts) {
-    const int64_t rows = block.tile_rows, hidden_channels = block.fc1.outputs;
-    a_stride = stride_of<E>(at_least(block.channels, block.proj.inputs));
-    const bool whole = block.fc2.integers != nullptr;
-    const int64_t count = whole ? 1 : ceil_div(hidden_channels, kHidden);
-    hidden_size = round_up(ceil_div(hidden_channels, count), kTileColumns);
-    const bool both = whole && block.fc1.integers != nullptr;
-    hidden_stride = both ? stride_of<int32_t>(hidden_size) : stride_of<E>(hidden_size);
-    const int64_t most = kHiddenBytes / (hidden_stride * static_cast<int64_t>(both ? sizeof(int32_t) : sizeof(E)));
-    hidden_rows = whole ? at_most(rows, at_least(most, kFewestRows)) : rows;
-    a = parts.take<E>(rows * a_stride);
-    hidden = parts.take<E>(both ? 0 : hidden_rows * hidden_stride);
-    hidden_sums = parts.take<int32_t>(both ? hidden_rows * hidden_stride : 0);
-    tile = parts.take<float>(rows * kTileColumns);
-    sums = parts.take<float>(whole ? 0 : rows * sums_stride_of(block));
-    copy = parts.take<float>(padded(both ? at_least(block.channels, hidden_channels) : block.channels));
-    gathered = parts.take<float>(block.rows == nullptr ? 0 : rows * block.channels);  // of any type of up to 4 bytes
-    rounded = take_rounded(parts, rows, {&block.proj, &block.fc1, &block.fc2});
-  }
+      : heads(tokens_of(block, 1), block.heads, head_dim_of(block), block.scale, parts),
+        inputs(parts, block.tile_rows, at_least(block.channels, block.proj.inputs),
+               at_least(block.channels, rounds_hidden(block) ? block.fc1.outputs : 0),
+               {&block.proj, &block.fc1, &block.fc2}),
+        hidden_rows(block.fc2.integers == nullptr
+                        ? block.tile_rows
+                        : at_most(block.tile_rows, rows_of_hidden<E>(block, rounds_hidden(block)))),
+        hidden(block, parts, hidden_rows, rounds_hidden(block)),
+        gathered(parts.take<float>(block.rows == nullptr ? 0 : block.tile_rows * block.channels)) {}  // of up to 4 bytes
 };
-
-// Computes activation(fc1) of some rows that are normalized for the hidden channels from `begin` to `end`.
-template <Activation activation, class T, class E>
-void fill_hidden(const Block& block, int64_t rows, int64_t begin, int64_t end, const Attending<E>& scratch) {
-  constexpr Precision precision = sizeof(T) == 2 ? Precision::half : Precision::full;
-  const int64_t stride = scratch.hidden_stride;
-  apply(block.fc1, begin, end, scratch.a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
-           [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
-             store(scratch.hidden + r * stride + c - begin, layer_norm_gelu::activate<activation, precision>(sums), lanes);
-           });
-  pad_rows(scratch.hidden, rows, stride, end - begin);
-}
-
-// Normalizes tokens for fc1.
-template <class T, class E>
-void normalize_for_fc1(const Block& block, const T* x, int64_t rows, const Attending<E>& scratch) {
-  const Linear& fc1 = block.fc1;
-  if (fc1.integers == nullptr) {
-    return normalize_rows(block.norm2, x, rows, block.channels, scratch.copy, scratch.a, scratch.a_stride);
-  }
-  for (int64_t row = 0; row < rows; row++) {
-    normalize(block.norm2, x + row * block.channels, block.channels, scratch.copy,
-              [&](int64_t c, F normal, auto lanes) LAMBDA_INLINE { store(scratch.copy + c, normal, lanes); });
-    round_rows(fc1, scratch.copy, 0, 1, from_row(fc1, scratch.rounded, row));
-  }
-}
-
-// Adds fc2(activation(fc1(norm2(x)))) of some rows to x, where fc2 is quantized.
-template <Activation activation, class T, class E>
-void add_quantized_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, T* x) {
-  const int64_t groups = ceil_div(rows, scratch.hidden_rows);
-  for (int64_t group = 0; group < groups; group++) {
-    const int64_t first = rows * group / groups, count = rows * (group + 1) / groups - first;
-    T* to = x + first * block.channels;
-    normalize_for_fc1(block, to, count, scratch);
-    if (block.fc1.integers != nullptr) {
-      round_hidden(block, count, scratch.hidden_sums, scratch.hidden_stride, scratch.copy, scratch.rounded);
-    } else {
-      fill_hidden<activation, T>(block, count, 0, block.fc1.outputs, scratch);
-      round_rows(block.fc2, scratch.hidden, scratch.hidden_stride, count, scratch.rounded);
-    }
-    apply(block.fc2, 0, block.channels, scratch.rounded, count, reinterpret_cast<int32_t*>(scratch.tile),
-          [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
-            T* token = to + r * block.channels + c;
-            store(token, load(token, lanes) + sums, lanes);
-          });
-  }
-}
-
-// The same for an fc2 that is not, the hidden channels in parts.
-template <Activation activation, class T, class E>
-void add_mlp(const Block& block, int64_t rows, const Attending<E>& scratch, T* x) {
-  normalize_for_fc1(block, x, rows, scratch);
-  for (int64_t begin = 0; begin < block.fc1.outputs; begin += scratch.hidden_size) {
-    const int64_t end = at_most(block.fc1.outputs, begin + scratch.hidden_size);
-    fill_hidden<activation, T>(block, rows, begin, end, scratch);
-    add_product(block.fc2, begin, end, scratch.hidden, scratch.hidden_stride, rows, scratch.sums, sums_stride_of(block),
-                begin > 0);
-  }
-  add_fc2<T>(block, x, scratch.sums, rows, x);
-}
 
 template <class T, class E = Element<T>>
 void attend_run(const Block& block, const Run& run, int64_t previous, void* memory) {
@@ -319,17 +232,18 @@ void attend_run(const Block& block, const Run& run, int64_t previous, void* memo
       std::memcpy(x + r * block.channels, tokens + kept.rows[first + r] * block.channels, bytes);
     }
   }
-  scratch.heads.attend(q, rows, scratch.a, scratch.a_stride);
-  pad_rows(scratch.a, rows, scratch.a_stride, block.proj.inputs);
-  round_rows(block.proj, scratch.a, scratch.a_stride, rows, scratch.rounded);
-  apply(block.proj, 0, block.channels, scratch.a, scratch.a_stride, rows, scratch.rounded, scratch.tile,
-           [&](int64_t r, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
-             T* to = x + r * block.channels + c;
-             store(to, load(to, lanes) + sums, lanes);
-           });
+  const Inputs<E>& inputs = scratch.inputs;
+  scratch.heads.attend(q, rows, inputs.a, inputs.stride);
+  pad_rows(inputs.a, rows, inputs.stride, block.proj.inputs);
+  inputs.round(block.proj, rows);
+  inputs.apply(block.proj, rows, stored_sum(x, x, block.channels));
   layer_norm_gelu::with_activation<false>(block.activation, [&](auto activation) {
-    if (block.fc2.integers != nullptr) add_quantized_mlp<activation.value, T>(block, rows, scratch, x);
-    else add_mlp<activation.value, T>(block, rows, scratch, x);
+    const int64_t groups = ceil_div(rows, scratch.hidden_rows);
+    for (int64_t group = 0; group < groups; group++) {
+      const int64_t begin = rows * group / groups, count = rows * (group + 1) / groups - begin;
+      T* to = x + begin * block.channels;
+      add_mlp<activation>(block, static_cast<const T*>(to), count, inputs, scratch.hidden, to);
+    }
   });
   for (int64_t r = 0; kept.rows != nullptr && r < rows; r++) {
     std::memcpy(tokens + kept.rows[first + r] * block.channels, x + r * block.channels, bytes);
@@ -354,7 +268,7 @@ void add_query(const E* q, int64_t width, float* sums) {
   });
 }
 
-template <class E>
+template <class T, class E = Element<T>>
 void score_keys(const Block& block, int64_t image, void* memory) {
   Parts parts(memory);
   const Scoring scratch(block, parts);
@@ -395,35 +309,20 @@ void score_keys(const Block& block, int64_t image, void* memory) {
   }
 }
 
-// From the dtype of a call to the type of a template ------------------------------------------------------
-
-void pack_convolution(DType dtype, const Branch& branch, int64_t channels, float* out) {
-  with_element(dtype, [&](auto type) { conv_projection::pack<decltype(type)>(branch, 0, channels, out); });
+template <class T>
+void pack_convolution(const Branch& branch, int64_t channels, float* out) {
+  conv_projection::pack<T>(branch, 0, channels, out);
 }
 
 int64_t packed_convolution_size(int64_t kernel, int64_t channels) { return (kernel * kernel + 3) * padded(channels); }
 
-void project(DType dtype, const Block& block, const Run& run, void* scratch) {
-  with_element(dtype, [&](auto type) { project_run<decltype(type)>(block, run, scratch); });
-}
-
-void attend(DType dtype, const Block& block, const Run& run, int64_t previous, void* scratch) {
-  with_element(dtype, [&](auto type) { attend_run<decltype(type)>(block, run, previous, scratch); });
-}
-
-int64_t score_bytes(DType, const Block& block) {
-  Parts parts(nullptr);
-  Scoring(block, parts);
-  return parts.size();
-}
-
-void score(DType dtype, const Block& block, int64_t image, void* scratch) {
-  with_element(dtype, [&](auto type) { score_keys<Element<decltype(type)>>(block, image, scratch); });
-}
-
 }  // namespace
 
-const Kernels KERNELS{pack_convolution,         packed_convolution_size, element_bytes, bytes_of<Projecting>, project,
-                      bytes_of<Attending>, attend,                  score_bytes,   score};
+const Kernels KERNELS{BY_FLOAT(pack_convolution),
+                      packed_convolution_size,
+                      BY_FLOAT(element_bytes),
+                      {bytes_of<Projecting>, BY_FLOAT(project_run)},
+                      {bytes_of<Attending>, BY_FLOAT(attend_run)},
+                      {bytes_of<Scoring>, BY_FLOAT(score_keys)}};
 
 }  // namespace cvt_kernels::transformer_block

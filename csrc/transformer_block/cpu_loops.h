@@ -1,5 +1,4 @@
-// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (cpu_loops.cpp), for blocks with three
-// convolutions.
+// The interface of the loops of transformer blocks with three convolutions on the CPU.
 //
 // A block is y = x + proj(attention(linear(conv(norm1(x))))), then y + fc2(activation(fc1(norm2(y)))), on tokens: a class
 // token or none, then the pixels of an image row by row. It takes two steps, each cut into units that threads share: first
@@ -9,12 +8,29 @@
 
 #include <cstdint>
 
+#include "attention/cpu_loops.h"
 #include "conv_projection/cpu_loops.h"
-#include "transformer_block/block.h"
+#include "layer_norm_gelu/activation.h"
+#include "linear/cpu_loops.h"
 
 namespace cvt_kernels::transformer_block {
 
+using attention::kMaxHeadDim;
 using conv_projection::Branch;
+using layer_norm_gelu::Activation;
+
+constexpr int64_t kHidden = 384;  // the most hidden channels that are held at once behind the activation
+
+// What blocks of both kinds have: those with three convolutions, and those of pyramid_cpu_loops.h.
+struct AnyBlock {
+  int64_t images, height, width, channels;
+  Norm norm1, norm2;
+  Linear linears[3], proj, fc1, fc2;
+  int64_t heads;
+  double scale;
+  Activation activation;
+  int64_t tile_rows;  // the most queries of a run, in the step with attention
+};
 
 constexpr int64_t kHeldBytes = 256 << 10;  // of the normalized rows of a band, which stay in L2
 
@@ -75,14 +91,9 @@ struct Kernels {
   void (*pack_convolution)(DType, const Branch&, int64_t channels, float* out);
   int64_t (*packed_convolution_size)(int64_t kernel, int64_t channels);
   int64_t (*element_bytes)(DType);  // of queries, keys and values between the steps
-  int64_t (*project_bytes)(DType, const Block&);
-  void (*project)(DType, const Block&, const Run&, void* scratch);
-  int64_t (*attend_bytes)(DType, const Block&);
-  // `previous` is the image that the thread served before with the same scratch, or -1.
-  void (*attend)(DType, const Block&, const Run&, int64_t previous, void* scratch);
-  // The scores of an image, after the first step.
-  int64_t (*score_bytes)(DType, const Block&);
-  void (*score)(DType, const Block&, int64_t image, void* scratch);
+  Loop<Block, const Run&> project;
+  Loop<Block, const Run&, int64_t> attend;  // the number is the image that the thread served before, or -1
+  Loop<Block, int64_t> score;               // the scores of an image, after the first step
 };
 
 DECLARE_PRODUCT_TABLES;

@@ -1,18 +1,11 @@
-// Transformer blocks of both kinds on the CPU: tensors, threads, memory and the choice of instruction set around the loops.
-//
-// Every row is computed in the same way whichever thread takes it, so results do not depend on their number.
+// Transformer blocks of both kinds on the CPU.
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "common/units.h"
+#include "layer_norm_gelu/operators.h"
 #include "linear/packed.h"
-#include "linear_int8/packed.h"
-#include "transformer_block/cpu_loops.h"
 #include "transformer_block/pyramid_cpu_loops.h"
 
 namespace cvt_kernels::transformer_block {
@@ -22,58 +15,47 @@ namespace {
 
 constexpr int64_t kBetweenBytes = 16 << 20;  // between the steps, if images are small
 
-Activation activation_of(const std::string& name) {
-  if (name == "none") return Activation::none;
-  if (name == "tanh") return Activation::tanh;
-  expect(name == "quick", "activation", name, "none, tanh or quick");
-  return Activation::quick;
-}
+using Tensors = std::vector<Tensor>;
+using Numbers = std::vector<int64_t>;
 
-Norm norm_of(const std::vector<Tensor>& vectors, int first, int64_t channels, double eps) {
+Norm norm_of(const Tensors& vectors, int first, int64_t channels, double eps) {
+  expect_eps("eps", eps);
   return {linear::vector_of("vectors", vectors[first], channels), linear::vector_of("vectors", vectors[first + 1], channels),
           static_cast<float>(eps)};
 }
 
-// Fills in the fields of blocks of both kinds, except the linear layers. `vectors` begins with the LayerNorms' vectors.
-void fill(AnyBlock& block, const Tensor& x, int64_t height, int64_t width, const std::vector<Tensor>& vectors,
-          const std::vector<int64_t>& widths, double eps1, double eps2, double scale, const std::string& activation) {
+// Fills in what blocks of both kinds have, from arguments of the operators as they come; x has at most so many class tokens,
+// and `layers` are the packed weights of Q, K, V, proj, fc1 and fc2. Returns how many class tokens there are.
+int64_t fill(AnyBlock& block, DType dtype, const Tensor& x, int64_t height, int64_t width, int64_t most_class_tokens,
+             const Tensor* layers, const Tensors& vectors, const Numbers& widths, const Tensors& weight_scales, double eps1,
+             double eps2, double scale, const std::string& activation) {
+  const int64_t class_tokens = class_tokens_of(x, height, width, most_class_tokens);
+  expect(x.is_contiguous() && x.size(2) > 0, "x", x, "contiguous (batch, tokens, channels)");
   expect_count("widths", widths, 3);
+  expect_count("weight_scales", weight_scales, 6);
+  const int64_t channels = x.size(2), projected = widths[0], hidden = widths[1], heads = widths[2];
+  expect(heads > 0, "widths", Quoted{"heads, ", heads}, "at least 1 head");
+  expect(projected > 0 && projected % heads == 0 && projected / heads <= kMaxHeadDim, "widths", projected, "channels of ",
+         heads, " heads, up to ", kMaxHeadDim, " each");
+  expect(hidden > 0, "widths", Quoted{"hidden channels, ", hidden}, "at least 1");
+  product("widths", {x.size(1), projected});
+  product("widths", {x.size(1), hidden});
+  const auto layer = [&](int i, int64_t outputs, int64_t inputs) {
+    return linear::layer_of(dtype, layers[i], vectors[4 + i], outputs, inputs, weight_scales[i]);
+  };
   block.height = height;
   block.width = width;
-  block.channels = x.size(2);
-  block.heads = widths[2];
-  expect(block.channels > 0, "x", x, "(batch, tokens, channels)");
-  numbers_of("x", x);
-  linear::expect_widths(widths[0], widths[1], widths[2], kMaxHeadDim);
-  product("widths", {x.size(1), widths[0]});
-  product("widths", {x.size(1), widths[1]});
-  block.norm1 = norm_of(vectors, 0, block.channels, eps1);
-  block.norm2 = norm_of(vectors, 2, block.channels, eps2);
-  block.scale = scale;
-  block.activation = activation_of(activation);
-}
-
-// Fills in the linear layers; layer(i, outputs, inputs) returns the i-th.
-template <class F>
-void fill_layers(AnyBlock& block, const std::vector<int64_t>& widths, const F& layer) {
-  const int64_t channels = block.channels, projected = widths[0], hidden = widths[1];
+  block.channels = channels;
+  block.norm1 = norm_of(vectors, 0, channels, eps1);
+  block.norm2 = norm_of(vectors, 2, channels, eps2);
   for (int i = 0; i < 3; i++) block.linears[i] = layer(i, projected, channels);
   block.proj = layer(3, channels, projected);
   block.fc1 = layer(4, hidden, channels);
   block.fc2 = layer(5, channels, hidden);
-}
-
-// A linear layer, which is quantized if its weight has scales.
-Linear layer_of(DType dtype, const Tensor& packed, const Tensor& bias, const Tensor& scales, int64_t outputs,
-                int64_t inputs) {
-  if (scales.numel() == 0) return linear::layer_of(dtype, packed, bias, outputs, inputs);
-  linear_int8::expect_weight(packed, outputs, inputs);
-  return {packed.const_data_ptr(),
-          linear::vector_of("bias", bias, outputs),
-          inputs,
-          outputs,
-          &linear_int8::kernels(),
-          linear::vector_of("weight_scales", scales, outputs)};
+  block.heads = heads;
+  block.scale = scale;
+  block.activation = layer_norm_gelu::gelu_of(activation);
+  return class_tokens;
 }
 
 // Calls serve(first, memory) for as many images at a time as find room between the steps, at least one for each thread.
@@ -92,9 +74,7 @@ template <class Kernels, class Block>
 Step attend(const Kernels& kernels, DType dtype, Block& block, int64_t queries) {
   const std::vector<Run> runs = cut_tokens(block.images, queries);
   block.tile_rows = longest(runs);
-  return over_runs(runs, kernels.attend_bytes(dtype, block), [&, dtype](const Run& run, int64_t previous, char* scratch) {
-    kernels.attend(dtype, block, run, previous, scratch);
-  });
+  return over(runs, kernels.attend, dtype, block);
 }
 
 // Blocks with three convolutions ------------------------------------------------------------------------------
@@ -132,17 +112,6 @@ Tensor pack_convolution(const Tensor& weight, const Tensor& scale, const Tensor&
   return out;
 }
 
-// Arguments of the operator as they come: see module.cpp.
-struct Arguments {
-  const std::vector<Tensor>& packed;
-  const std::vector<Tensor>& vectors;
-  const std::vector<int64_t>& geometry;
-  const std::vector<int64_t>& widths;
-  const std::vector<Tensor>& weight_scales;
-  double eps1, eps2, scale;
-  const std::string& activation;
-};
-
 Branch branch_of(const Block& block, const int64_t* geometry) {
   Branch branch{};
   branch.kernel = geometry[0];
@@ -158,39 +127,21 @@ Branch branch_of(const Block& block, const int64_t* geometry) {
   return branch;
 }
 
-Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, const Arguments& given) {
-  expect(x.dim() == 3 && x.is_contiguous(), "x", x, "contiguous (batch, tokens, channels)");
-  expect(height > 0, "height", height, "at least 1");
-  expect(width > 0, "width", width, "at least 1");
-  expect_count("packed", given.packed, 9);
-  expect_count("vectors", given.vectors, 10);
-  expect_count("geometry", given.geometry, 12);
-  expect_count("weight_scales", given.weight_scales, 6);
-  expect_eps("eps1", given.eps1);
-  expect_eps("eps2", given.eps2);
-  Block block{};
-  fill(block, x, height, width, given.vectors, given.widths, given.eps1, given.eps2, given.scale, given.activation);
-  block.class_tokens = x.size(1) - product("height and width", {height, width});
-  expect(block.class_tokens == 0 || block.class_tokens == 1, "x", x, height, " · ", width, " tokens, or one more");
+// Fills in the convolutions, which pack_convolution has packed.
+void convolve_by(Block& block, const Tensors& packed, const Numbers& geometry, int64_t projected) {
   for (int i = 0; i < 3; i++) {
-    Branch& branch = block.branches[i] = branch_of(block, &given.geometry[4 * i]);
+    const Branch& branch = block.branches[i] = branch_of(block, &geometry[4 * i]);
     block.margin = std::max(block.margin, branch.padding);
-    const Tensor& packed = given.packed[i];
-    expect(packed.scalar_type() == ScalarType::Float && packed.is_contiguous() &&
-               packed.numel() == kernels().packed_convolution_size(branch.kernel, block.channels),
-           "packed", packed, "convolutions of the geometry, that pack_convolution packed");
-    block.packed[i] = static_cast<const float*>(packed.const_data_ptr());
+    expect(packed[i].scalar_type() == ScalarType::Float && packed[i].is_contiguous() &&
+               packed[i].numel() == kernels().packed_convolution_size(branch.kernel, block.channels),
+           "packed", packed[i], "convolutions of the geometry, that pack_convolution packed");
+    block.packed[i] = static_cast<const float*>(packed[i].const_data_ptr());
+    product("widths", {tokens_of(block, i), projected});
   }
   expect(tokens_of(block, 0) == tokens_of(block), "geometry", Quoted{"queries, ", tokens_of(block, 0)},
          "as many queries as tokens, ", tokens_of(block));
   expect(tokens_of(block, 1) == tokens_of(block, 2), "geometry", Quoted{"keys, ", tokens_of(block, 1)},
          "as many keys as values, ", tokens_of(block, 2));
-  for (int i = 0; i < 3; i++) product("widths", {tokens_of(block, i), given.widths[0]});
-  fill_layers(block, given.widths, [&](int i, int64_t outputs, int64_t inputs) {
-    return layer_of(dtype, given.packed[3 + i], given.vectors[4 + i], given.weight_scales[i], outputs,
-                    inputs);
-  });
-  return block;
 }
 
 // Returns the rows of all images; each image's must be ascending, followed by -1 only.
@@ -243,9 +194,7 @@ Step project(DType dtype, Block& block) {
     const Rows held = held_rows(block, run);
     block.band_rows = std::max(block.band_rows, held.end - held.begin);
   }
-  return over_runs(runs, kernels().project_bytes(dtype, block), [&block, dtype](const Run& run, int64_t, char* scratch) {
-    kernels().project(dtype, block, run, scratch);
-  });
+  return over(runs, kernels().project, dtype, block);
 }
 
 // Serves some images, whose queries, keys and values find room in `projected`.
@@ -255,18 +204,14 @@ void serve(DType dtype, Block& block, char* projected) {
     projected += block.images * projected_tokens(block, i) * block.linears[i].outputs * kernels().element_bytes(dtype);
   }
   std::vector<Step> steps{project(dtype, block)};
-  if (block.scores != nullptr) {
-    steps.push_back({block.images, kernels().score_bytes(dtype, block),
-                     [&](int64_t image, int64_t, char* scratch) { kernels().score(dtype, block, image, scratch); }});
-  }
+  if (block.scores != nullptr) steps.push_back(over(block.images, kernels().score, dtype, block));
   steps.push_back(attend(kernels(), dtype, block, queries_of(block)));
   for_steps(steps);
 }
 
 // What is overwritten is x, and the scores.
-void expect_all_apart(const Tensor& x, const std::vector<Tensor>& packed, const std::vector<Tensor>& vectors,
-                      const std::vector<Tensor>& weight_scales, const std::optional<Tensor>& rows,
-                      const std::optional<Tensor>& scores) {
+void expect_all_apart(const Tensor& x, const Tensors& packed, const Tensors& vectors, const Tensors& weight_scales,
+                      const Optional& rows, const Optional& scores) {
   const auto apart = [&](const char* name, const Tensor& tensor) {
     expect_apart(name, tensor, x);
     if (scores.has_value()) expect_apart(name, tensor, *scores, "the scores");
@@ -278,15 +223,18 @@ void expect_all_apart(const Tensor& x, const std::vector<Tensor>& packed, const 
   if (scores.has_value()) expect_apart("scores", *scores, x);
 }
 
-void transformer_block(const Tensor& x, int64_t height, int64_t width, const std::vector<Tensor>& packed,
-                       const std::vector<Tensor>& vectors, const std::vector<int64_t>& geometry,
-                       const std::vector<int64_t>& widths, const std::vector<Tensor>& weight_scales,
-                       double eps1, double eps2, double scale,
-                       const std::string& activation, const std::optional<Tensor>& rows,
-                       const std::optional<Tensor>& scores, const std::string& query) {
+void transformer_block(const Tensor& x, int64_t height, int64_t width, const Tensors& packed, const Tensors& vectors,
+                       const Numbers& geometry, const Numbers& widths, const Tensors& weight_scales, double eps1, double eps2,
+                       double scale, const std::string& activation, const Optional& rows, const Optional& scores,
+                       const std::string& query) {
   const DType dtype = linear::served_dtype("x", x);
-  Block block = block_of(dtype, x, height, width, {packed, vectors, geometry, widths, weight_scales,
-                                                 eps1, eps2, scale, activation});
+  expect_count("packed", packed, 9);
+  expect_count("vectors", vectors, 10);
+  expect_count("geometry", geometry, 12);
+  Block block{};
+  block.class_tokens = fill(block, dtype, x, height, width, 1, &packed[3], vectors, widths, weight_scales, eps1, eps2, scale,
+                            activation);
+  convolve_by(block, packed, geometry, widths[0]);
   if (rows.has_value()) {
     block.rows = rows_of(*rows, x.size(0), tokens_of(block));
     block.kept = rows->size(1);
@@ -319,76 +267,44 @@ constexpr int64_t kMostTwice = 8;  // in how many rows one may have its hidden c
 
 const Kernels& kernels() { return *choose(PRODUCT_TABLES); }
 
-Tensor pack_depthwise(const Tensor& weight, const std::optional<Tensor>& bias) {
+Tensor pack_depthwise(const Tensor& weight, const Optional& bias) {
   const DType dtype = linear::served_dtype("weight", weight);
   expect(weight.dim() == 4 && weight.size(0) > 0 && weight.size(1) == 1 && weight.size(2) == 3 && weight.size(3) == 3 &&
              weight.is_contiguous(),
          "weight", weight, "contiguous (channels, 1, 3, 3)");
   const int64_t channels = weight.size(0);
   if (bias.has_value()) {
-    expect(bias->dim() == 1 && bias->size(0) == channels && bias->is_contiguous() &&
-               bias->scalar_type() == weight.scalar_type(),
-           "bias", *bias, "contiguous (channels,) in the dtype of weight, ", Shown{weight});
+    expect_sizes("bias", *bias, {channels}, weight.scalar_type(), weight, "contiguous (channels,)");
+    expect(bias->is_contiguous(), "bias", *bias, "contiguous (channels,)");
   }
   const Tensor out = empty({kernels().packed_convolution_size(channels)}, ScalarType::Float, weight);
-  kernels().pack_convolution(dtype, weight.const_data_ptr(), bias.has_value() ? bias->const_data_ptr() : nullptr, channels,
+  kernels().pack_convolution(dtype, weight.const_data_ptr(), const_data_of(bias), channels,
                              static_cast<float*>(out.mutable_data_ptr()));
   return out;
 }
 
-// Arguments of the operator as they come: see module.cpp.
-struct Arguments {
-  const std::vector<Tensor>& packed;
-  const std::vector<Tensor>& reduction;
-  const std::optional<Tensor>& conv;
-  const std::vector<Tensor>& vectors;
-  const std::vector<int64_t>& widths;
-  const std::vector<Tensor>& weight_scales;
-  const std::vector<double>& eps;
-  double scale;
-  const std::string& activation;
-};
-
-// Fills `slices` with the linear layers of a reduction.
-void reduce_by(Block& block, DType dtype, const Arguments& given, std::vector<Linear>& slices) {
-  block.ratio = static_cast<int64_t>(given.reduction.size());
+// Fills in a reduction, whose linear layers go to `slices`.
+void reduce_by(Block& block, DType dtype, const Tensors& reduction, const Tensors& vectors, const std::vector<double>& eps,
+               std::vector<Linear>& slices) {
+  block.ratio = static_cast<int64_t>(reduction.size());
   if (block.ratio == 0) return;
   expect(block.ratio <= std::min(block.height, block.width), "reduction", block.ratio, "at most the rows and columns of x, ",
          block.height, " × ", block.width);
-  for (const Tensor& packed : given.reduction) {
-    slices.push_back(linear::layer_of(dtype, packed, given.vectors[10], block.channels, block.ratio * block.channels));
+  for (const Tensor& packed : reduction) {
+    slices.push_back(linear::layer_of(dtype, packed, vectors[10], block.channels, block.ratio * block.channels));
   }
   block.reduction = slices.data();
-  block.norm_kept = norm_of(given.vectors, 11, block.channels, given.eps[2]);
+  block.norm_kept = norm_of(vectors, 11, block.channels, eps[2]);
 }
 
-Block block_of(DType dtype, const Tensor& x, int64_t height, int64_t width, const Arguments& given,
-               std::vector<Linear>& slices) {
-  expect(height > 0, "height", height, "at least 1");
-  expect(width > 0, "width", width, "at least 1");
-  expect(x.dim() == 3 && x.is_contiguous() && x.size(1) == product("height and width", {height, width}), "x", x,
-         "contiguous (batch, tokens, channels) of ", height, " · ", width, " tokens");
-  const bool reduces = !given.reduction.empty();
-  expect_count("packed", given.packed, 6);
-  expect_count("vectors", given.vectors, reduces ? 13 : 10);
-  expect_count("weight_scales", given.weight_scales, 6);
-  expect_count("eps", given.eps, reduces ? 3 : 2);
-  for (const double eps : given.eps) expect_eps("eps", eps);
-  Block block{};
-  fill(block, x, height, width, given.vectors, given.widths, given.eps[0], given.eps[1], given.scale, given.activation);
-  fill_layers(block, given.widths, [&](int i, int64_t outputs, int64_t inputs) {
-    return layer_of(dtype, given.packed[i], given.vectors[4 + i], given.weight_scales[i], outputs,
-                    inputs);
-  });
-  reduce_by(block, dtype, given, slices);
-  if (given.conv.has_value()) {
-    const int64_t hidden = block.fc1.outputs;
-    expect(given.conv->scalar_type() == ScalarType::Float && given.conv->is_contiguous() &&
-               given.conv->numel() == kernels().packed_convolution_size(hidden),
-           "conv", *given.conv, "a convolution of the ", hidden, " hidden channels that pack_depthwise packed");
-    block.conv = static_cast<const float*>(given.conv->const_data_ptr());
-  }
-  return block;
+// Fills in a convolution of the hidden channels, which pack_depthwise has packed.
+void convolve_by(Block& block, const Optional& conv) {
+  if (!conv.has_value()) return;
+  const int64_t hidden = block.fc1.outputs;
+  expect(conv->scalar_type() == ScalarType::Float && conv->is_contiguous() &&
+             conv->numel() == kernels().packed_convolution_size(hidden),
+         "conv", *conv, "a convolution of the ", hidden, " hidden channels that pack_depthwise packed");
+  block.conv = static_cast<const float*>(conv->const_data_ptr());
 }
 
 // Threads for an image in the third step, if it makes the hidden channels: those of the rows beside a thread's are made twice.
@@ -415,43 +331,39 @@ Bytes between_bytes(DType dtype, const Block& block, int64_t element) {
 Step project(DType dtype, Block& block) {
   const std::vector<Run> runs = cut_tokens(block.images, kept_tokens(block));
   block.group_rows = longest(runs);
-  return over_runs(runs, kernels().project_bytes(dtype, block), [&block, dtype](const Run& run, int64_t, char* scratch) {
-    kernels().project(dtype, block, run, scratch);
-  });
+  return over(runs, kernels().project, dtype, block);
 }
 
-// The third step, on runs of rows.
-Step mix_runs(DType dtype, Block& block, const std::vector<Run>& runs) {
-  block.band_rows = longest(runs);
-  return over_runs(runs, kernels().mix_bytes(dtype, block), [&block, dtype](const Run& run, int64_t, char* scratch) {
-    kernels().mix(dtype, block, {run, nullptr, false}, scratch);
-  });
-}
-
-// The third step, on bands of images. Each is computed from its top by one thread, and the last ones, one for each thread, also
-// from the bottom by a second thread, until they meet: there, few rows have their hidden channels made twice.
-Step mix_bands(DType dtype, Block& block) {
-  const int64_t parts = std::min((threads_of_image(block) + 1) / 2, block.height), bands = block.images * parts;
-  std::vector<Run> runs;
-  for (int64_t band = 0; band < bands; band++) {
+// Bands of images for the third step. Each is computed from its top by one thread, and the last ones, one for each thread, also
+// from the bottom by a second thread, until they meet: there, few rows have their hidden channels made twice. `taken` has room
+// for what both threads together have taken.
+std::vector<Band> shared_bands(const Block& block, std::vector<int64_t>& taken) {
+  const int64_t parts = std::min((threads_of_image(block) + 1) / 2, block.height), count = block.images * parts;
+  const int64_t alone = threads() == 1 ? count : std::max<int64_t>(count - threads(), 0);
+  std::vector<Band> bands;
+  taken.resize(count);
+  for (int64_t band = 0; band < count; band++) {
     const int64_t image = band / parts, part = band % parts;
-    runs.push_back({image, block.height * part / parts, block.height * (part + 1) / parts});
+    const Run run{image, block.height * part / parts, block.height * (part + 1) / parts};
+    bands.push_back({run, band < alone ? nullptr : &taken[band], false});
   }
-  const int64_t shared = threads() == 1 ? 0 : std::min(threads(), bands);
-  block.band_rows = longest(runs);
-  const auto taken = std::make_shared<std::vector<int64_t>>(bands);
-  const auto mix = [=, &block](int64_t unit, int64_t, char* scratch) {
-    const bool upward = unit >= bands;
-    const int64_t band = upward ? unit - shared : unit;
-    kernels().mix(dtype, block, {runs[band], band < bands - shared ? nullptr : &(*taken)[band], upward}, scratch);
-  };
-  return {bands + shared, kernels().mix_bytes(dtype, block), mix};
+  for (int64_t band = alone; band < count; band++) bands.push_back({bands[band], &taken[band], true});
+  return bands;
 }
 
-Step mix(DType dtype, Block& block) {
-  if (block.conv == nullptr) return mix_runs(dtype, block, cut_tokens(block.images, block.queries));
-  if (block.hidden == nullptr) return mix_bands(dtype, block);
-  return mix_runs(dtype, block, cut_rows(block.images, block.height, block.width, rows_together(block.width)));
+// The third step.
+Step mix(DType dtype, Block& block, std::vector<int64_t>& taken) {
+  std::vector<Band> bands;
+  if (block.conv != nullptr && block.hidden == nullptr) {
+    bands = shared_bands(block, taken);
+  } else {
+    const int64_t fewest = (kAtOnce + block.width - 1) / block.width, most = rows_together(block.width);
+    const std::vector<Run> runs = block.conv == nullptr ? cut_tokens(block.images, block.queries)
+                                                        : cut(block.images, block.height, fewest, most);
+    for (const Run& run : runs) bands.push_back({run, nullptr, false});
+  }
+  block.band_rows = longest(bands);
+  return over(bands, kernels().mix, dtype, block);
 }
 
 // Serves some images.
@@ -460,7 +372,8 @@ void serve(DType dtype, Block& block, const Bytes& bytes, char* between) {
   block.keys = between += block.images * bytes.hidden;
   block.values = between += block.images * bytes.keys;
   block.stream = between += block.images * bytes.keys;
-  for_steps({project(dtype, block), attend(kernels(), dtype, block, block.queries), mix(dtype, block)});
+  std::vector<int64_t> taken;
+  for_steps({project(dtype, block), attend(kernels(), dtype, block, block.queries), mix(dtype, block, taken)});
 }
 
 // Calls f(row, chosen) for the places of all rows of x in memory, and of the tokens that are chosen of it; places of -1 are
@@ -473,17 +386,18 @@ void for_rows(const Tensor& x, const int64_t* rows, int64_t kept, const F& f) {
   }
 }
 
-Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const std::vector<Tensor>& packed,
-                     const std::vector<Tensor>& reduction, const std::optional<Tensor>& conv,
-                     const std::vector<Tensor>& vectors, const std::vector<int64_t>& widths,
-                     const std::vector<Tensor>& weight_scales,
-                     const std::vector<double>& eps, double scale, const std::string& activation,
-                     const std::optional<Tensor>& rows) {
+Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const Tensors& packed, const Tensors& reduction,
+                     const Optional& conv, const Tensors& vectors, const Numbers& widths, const Tensors& weight_scales,
+                     const std::vector<double>& eps, double scale, const std::string& activation, const Optional& rows) {
   const DType dtype = linear::served_dtype("x", x);
+  expect_count("packed", packed, 6);
+  expect_count("vectors", vectors, reduction.empty() ? 10 : 13);
+  expect_count("eps", eps, reduction.empty() ? 2 : 3);
   std::vector<Linear> slices;
-  Block block = block_of(dtype, x, height, width,
-                         {packed, reduction, conv, vectors, widths, weight_scales, eps, scale, activation},
-                         slices);
+  Block block{};
+  fill(block, dtype, x, height, width, 0, packed.data(), vectors, widths, weight_scales, eps[0], eps[1], scale, activation);
+  reduce_by(block, dtype, reduction, vectors, eps, slices);
+  convolve_by(block, conv);
   const int64_t* chosen = nullptr;
   block.queries = tokens_of(block);
   if (rows.has_value()) {

@@ -1,12 +1,11 @@
-// The interface between the operator on the CPU (cpu_operators.cpp) and its loops (pyramid_cpu_loops.cpp), for blocks of
-// SegFormer and PVT.
+// The interface of the loops of blocks of SegFormer and PVT on the CPU (pyramid_cpu_loops.cpp).
 //
 // A block is y = x + proj(attention(q, k, v)), then y + fc2(activation(conv(fc1(norm2(y))))), on the tokens of an image row
 // by row. Queries are of norm1(x), keys and values of what a reduction makes of it. It takes three steps, each cut into
 // units that threads share: keys and values; queries and attention, up to y; and the feed-forward layers.
 #pragma once
 
-#include "transformer_block/block.h"
+#include "transformer_block/cpu_loops.h"
 
 namespace cvt_kernels::transformer_block::pyramids {
 
@@ -62,13 +61,9 @@ struct Kernels {
   int64_t (*packed_convolution_size)(int64_t channels);
   int64_t (*element_bytes)(DType);  // of keys and values between the steps
   int64_t (*hidden_bytes)(DType, const Block&);  // of a token between the second step and the third
-  int64_t (*project_bytes)(DType, const Block&);
-  void (*project)(DType, const Block&, const Run&, void* scratch);
-  int64_t (*attend_bytes)(DType, const Block&);
-  // `previous` is the image that the thread served before with the same scratch, or -1.
-  void (*attend)(DType, const Block&, const Run&, int64_t previous, void* scratch);
-  int64_t (*mix_bytes)(DType, const Block&);
-  void (*mix)(DType, const Block&, const Band&, void* scratch);
+  Loop<Block, const Run&> project;
+  Loop<Block, const Run&, int64_t> attend;  // the number is the image that the thread served before, or -1
+  Loop<Block, const Band&> mix;
 };
 
 DECLARE_PRODUCT_TABLES;
