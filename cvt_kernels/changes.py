@@ -182,16 +182,18 @@ def _asked_of(
 ) -> tuple[Any, ...]:
     """Returns the arguments of the question for a module and those within it.
 
-    They refer to the inner modules, but not to the owner, which they must not keep alive.
+    They refer to the inner modules, but neither to the owner nor to its dict, which they must not keep alive.
     """
     every = (owner, *modules)
     spaces = [vars(module) for module in modules]
     members = [each for m in every for each in (m._modules, m._parameters, m._buffers)]
-    items = [(space, name) for space in (vars(owner), *spaces) for name in _SETTINGS if name in space]
+    items = [(space, name) for space in spaces for name in _SETTINGS if name in space]
     items += [(vars(m), name) for m in modules if isinstance(m, nn.Conv2d) for name in _CONVOLUTION]
     items += [(space, "training") for space in spaces if training]
     classes = {cls for module in every for cls in type(module).__mro__ if hasattr(cls, "forward")}
     found: list[tuple[Any, str]] = [(cls, "forward") for cls in classes]
+    # By a proxy, since its dict refers to what is known of it.
+    found += [(weakref.proxy(owner), name) for name in _SETTINGS if name in vars(owner)]
     configs = {id(config): config for each in every if (config := vars(each).get("config")) is not None}
     found += [(config, "_attn_implementation") for config in configs.values()]
     return (

@@ -33,9 +33,6 @@ if machine.INTERPRETING and importlib.util.find_spec("triton") is not None:
 # A shell lets what it starts in the background ignore the interrupt, and so would processes of tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Until all is imported and collected: nothing of that is garbage, and every search would go through it again.
-gc.disable()
-
 DATA = Path(__file__).parent / "data"
 
 
@@ -76,6 +73,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = kept
+
+
+def pytest_configure() -> None:
+    """Searches for no garbage until all is imported and collected, which every search would go through again.
+
+    It is no part of the import: the fuzzer imports this file too, and runs for hours.
+    """
+    gc.disable()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -76,18 +76,20 @@ def run(
 def _with_own_maps(out: Any, is_first_a_map: bool) -> Any:
     """Returns the results of a model with contiguous maps; the same map in two results stays the same."""
     made: dict[int, Tensor] = {}
-
-    def contiguous(value: Any) -> Any:
-        if isinstance(value, tuple | list):
-            return type(value)(map(contiguous, value))
-        if not isinstance(value, Tensor) or value.ndim != 4:
-            return value
-        return made.setdefault(id(value), value.contiguous())
-
     if isinstance(out, tuple):
-        first = out[0] if isinstance(out[0], Tensor) and not is_first_a_map else contiguous(out[0])
-        return (first, *map(contiguous, out[1:]))
+        keeps_first = isinstance(out[0], Tensor) and not is_first_a_map
+        first = out[0] if keeps_first else _contiguous(out[0], made)
+        return (first, *(_contiguous(each, made) for each in out[1:]))
     for name in _RESULTS:
         if getattr(out, name, None) is not None:
-            out[name] = contiguous(out[name])
+            out[name] = _contiguous(out[name], made)
     return out
+
+
+def _contiguous(value: Any, made: dict[int, Tensor]) -> Any:
+    """Returns a result with contiguous maps; ``made`` has those that were made before, by what they were."""
+    if isinstance(value, tuple | list):
+        return type(value)([_contiguous(each, made) for each in value])
+    if not isinstance(value, Tensor) or value.ndim != 4:
+        return value
+    return made.setdefault(id(value), value.contiguous())

@@ -18,6 +18,7 @@ from tests.checks import implementation, not_built
 from tests.fuzz import campaign, cases, commands, files, models, raw, subjects, world
 from tests.fuzz.__main__ import main
 from tests.fuzz.worker import Answer, Worker
+from tests.processes import run_python
 
 ask = subjects.asking()
 
@@ -86,6 +87,11 @@ def test_command_lines_are_mutated_and_files_damaged():
     assert commands.argv_of(cases.parsed("commands")) == ["doctor"]
     for damage, data in itertools.product(files._DAMAGES.values(), (b'{"a": [1, 2]}', b"")):
         assert isinstance(damage(data, random.Random(0)), bytes)
+
+
+def test_garbage_of_cases_is_collected():
+    code = "import gc; from tests.fuzz import subjects; print(gc.isenabled())"
+    assert run_python(code).stdout == "True\n"
 
 
 # Lines, and the command -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
 
-_SECONDS = 120.0  # the longest that a case may take
+_SECONDS = 120  # the longest that a case may take
 
 
 class Answer(NamedTuple):
@@ -69,9 +69,10 @@ class Worker:
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(line + "\n")
             process.stdin.flush()
-        if not select.select([process.stdout], [], [], _SECONDS)[0]:
+        # By the second: of a time in which both processes are stopped, one second counts.
+        if not any(select.select([process.stdout], [], [], 1.0)[0] for _ in range(_SECONDS)):
             self._end()
-            return Answer([f"hangs for {_SECONDS:.0f} seconds"])
+            return Answer([f"hangs for {_SECONDS} seconds"])
         text = process.stdout.readline()
         if text:
             return Answer(*json.loads(text))

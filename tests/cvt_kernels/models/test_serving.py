@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import cvt_kernels as ck
 from cvt_kernels import graphs, machine
@@ -54,6 +55,29 @@ def test_a_model_that_its_parts_and_hooks_refer_to_is_collected(make, freeze):
     del model, linears, linear
     gc.collect()
     assert not any(parameter() is not None for parameter in parameters)
+
+
+@pytest.mark.parametrize("freeze", [False, None, True])
+@every_model
+def test_nothing_waits_for_the_garbage_collector(make, freeze):
+    settings = {} if make in (microsoft, ours) else {"output_hidden_states": True}
+
+    def made_and_dropped():
+        """Returns references to the parameters and results of a model that is gone."""
+        model = accelerated(make, freeze=freeze)
+        if not freeze:
+            logits(model.train()(inputs(make))).sum().backward()
+        with torch.no_grad():
+            outputs = model.eval()(inputs(make), **settings)
+        return [weakref.ref(each) for each in (*model.parameters(), *pytree.tree_leaves(outputs))]
+
+    made_and_dropped()  # what is imported or compiled for it leaves garbage
+    gc.collect()
+    gc.disable()
+    try:
+        assert not any(each() is not None for each in made_and_dropped())
+    finally:
+        gc.enable()
 
 
 def test_coverage_has_a_row_for_a_stage_that_is_served_as_one():
