@@ -1,4 +1,8 @@
-"""A block of CvT, SegFormer or PVT as one operator, for inference."""
+"""A block of CvT, SegFormer or PVT as one operator, for inference.
+
+``cpu`` has CPU kernels. ``composed`` calls other
+operators of this package one after the other, each with its own cache entry.
+"""
 
 from __future__ import annotations
 
