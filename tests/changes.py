@@ -275,7 +275,7 @@ for _name, _write_other in {
 
 @change("weights")
 def a_negated_weight(model: nn.Module, source: Source) -> None:
-    """Of 8-bit integers too."""
+    """8-bit integers count too."""
     source.choice(telling(model, *_LINEAR)).weight.detach().neg_()
 
 

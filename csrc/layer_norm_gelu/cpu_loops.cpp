@@ -90,13 +90,19 @@ void layer_norm_backward_rows(const LayerNormBackward& call, int64_t begin, int6
     const F mean_g = sum(sums[0] + sums[1]) / static_cast<A>(channels);
     const F mean_gn = sum(products[0] + products[1]) / static_cast<A>(channels);
     T* dx = static_cast<T*>(call.dx) + offset;
-    const T* dh = call.dh == nullptr ? nullptr : static_cast<const T*>(call.dh) + offset;
-    for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      const F normal = (load(h + c, lanes) - mean) * rstd;
-      F g = (load(scratch + c, lanes) - mean_g - normal * mean_gn) * rstd;
-      if (dh != nullptr) g = g + load(dh + c, lanes);
-      store(dx + c, g, lanes);
-    });
+    const auto gradient = [&](int64_t c, auto lanes) LAMBDA_INLINE {
+      return (load(scratch + c, lanes) - mean_g - (load(h + c, lanes) - mean) * rstd * mean_gn) * rstd;
+    };
+    if (call.dh == nullptr) {
+      for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+        store(dx + c, gradient(c, lanes), lanes);
+      });
+    } else {
+      const T* dh = static_cast<const T*>(call.dh) + offset;
+      for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+        store(dx + c, gradient(c, lanes) + load(dh + c, lanes), lanes);
+      });
+    }
   }
 }
 
