@@ -239,7 +239,8 @@ def _round_off(share):
         (1e-4, -3e-4, True),
         (2.4e-4, 1e-3, True),
         (2.4e-4, -1e-3, True),
-        (5e-4, 0, True),  # then the twin is no measure
+        (2e-3, 0, False),
+        (2e-3, -2e-3, True),
     ],
 )
 def test_an_accelerated_model_may_lose_what_its_twin_loses(twins, ours, found):
