@@ -105,6 +105,23 @@ def test_tests_report_what_one_contest_has_measured(reported, monkeypatch):
         assert facts["peak_bytes"] > 0
 
 
+def test_a_wrong_contender_fails_instead_of_being_timed(reported, monkeypatch):
+    made, timed = workers.made, []
+
+    def wrong(contender, model):
+        if contender.freeze:
+            with torch.no_grad():
+                next(p for p in model.parameters() if p.ndim == 4).mul_(1.01)
+        return made(contender, model)
+
+    monkeypatch.setattr(workers, "made", wrong)
+    monkeypatch.setattr(workers.Runner, "turn", lambda self, size: timed.append(self._contender) or TURN)
+    with pytest.raises(ValueError, match=r"cvt-frozen: error \S+ against float64, expected at most .* timed"):
+        reported("cvt-frozen", "cvt")
+    assert timed == [CONTENDERS["cvt"]]
+    assert reported("cvt", "cvt-frozen").data
+
+
 @pytest.mark.parametrize(
     ("key", "why_not"),
     [

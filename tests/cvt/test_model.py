@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import re
+import warnings
 
 import pytest
 import torch
@@ -296,6 +297,22 @@ def test_autocast_trains_in_bfloat16_with_float32_weights():
     reference, ours, exact = (torch.cat([g.flatten() for g in each]) for each in (*gradients, expected))
     assert ours.dtype == torch.float32
     assert_accurate(ours, reference, exact, factor=3)
+
+
+def test_a_step_of_distributed_data_parallel(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = small().train()
+        x = torch.randn(2, 3, 32, 32)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # DDP's own deprecations
+            wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+            wrapped(x).sin().sum().backward()
+        model(x).sin().sum().backward()
+        for ours, theirs in zip(model.parameters(), wrapped.parameters(), strict=True):
+            torch.testing.assert_close(theirs.grad, ours.grad)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,26 @@ def test_a_checkpoint_for_images_of_another_size(tmp_path):
         load_checkpoint(model, tmp_path / "heads.pth")
 
 
+def test_tables_train():
+    model = biased(drop_path_rate=0.0, pool="avg").train()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(IMAGES).float().sin().sum()
+    loss.backward()
+    for table in tables_of(model).values():
+        assert table.grad.dtype == torch.float32
+        assert table.grad.any()
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_exports_and_traces():
+    model = biased()
+    traced = torch.jit.trace(model, IMAGES, check_trace=False)
+    for program in (torch.export.export(model, (IMAGES,)).module(), traced):
+        torch.testing.assert_close(program(IMAGES), model(IMAGES))
+    torch.testing.assert_close(traced(IMAGES[:1]), model(IMAGES[:1]))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["sdpa", CPU_KERNELS])
 def test_tokens_that_drop_out_keep_the_bias_of_the_others(backend):

@@ -69,6 +69,17 @@ def test_accelerated_models_cost_what_they_did(make, names):
         assert flops(frozen, x) == other_flops(frozen, x) == flops(own.eval(), x)
 
 
+@pytest.mark.parametrize("names", [("auto",), KERNELS_FIRST], ids=lambda names: names[0])
+@pytest.mark.parametrize("make", [ours, huggingface])
+def test_quantized_models_cost_what_they_did(make, names):
+    model, x = with_all_tokens(make().eval()), images(2, 32, 48)
+    expected = flops(model, x)
+    ck.quantize(model)
+    with ck.use_backend(*names):
+        assert flops(model, x) == other_flops(model, x) == expected
+        assert flops(ck.accelerate(model), x) == expected
+
+
 def test_modules_are_told_apart():
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         ours().eval()(images(2, 32, 32))

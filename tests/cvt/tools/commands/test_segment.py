@@ -69,6 +69,17 @@ def test_a_backbone_is_tuned(training, tmp_path):
     torch.testing.assert_close(tuned[name], digits[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("classes", [True, False], ids=["named", "numbered"])
+def test_a_broken_label_map_is_skipped(training, label_maps, classes):
+    if classes:
+        (label_maps / "classes.txt").write_text("sky\nsea\nland\n")
+    (label_maps / "val" / "labels" / "1.png").write_bytes(b"no image")
+    _, err = run(main, *training, "--corrupt", "skip")
+    assert err.count("cvt train: skipped: ") == 1
+    assert err.count("cvt train: data: no classes are known of ") == (not classes)
+
+
 def test_a_training_that_fails_at_once_leaves_no_log(training, label_maps, tmp_path, capsys):
     (label_maps / "classes.txt").write_text("sky\nsea\nland\n")
     for file in (label_maps / "train" / "labels").iterdir():

@@ -15,6 +15,7 @@ from cvt.tools.evaluation import add_up_pixels, answers
 from cvt.tools.label_maps import open_label_maps
 from cvt.tools.training.recipe import MODELS, SEGMENT_OPTIONS, TrainConfig
 from cvt.tools.training.trainer import LAST, Trainer, epoch_line
+from tests.cvt.tools.training.test_trainer import assert_same_bits
 from tests.processes import run_ranks
 
 CPU = torch.device("cpu")
@@ -69,6 +70,21 @@ def test_what_makes_no_sense_for_the_head(label_maps, tmp_path, options, message
     with pytest.raises(ValueError, match=message):
         trainer(label_maps, tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_training_has_the_same_bits(label_maps, tmp_path):
+    trainer(label_maps, tmp_path / "whole").fit()
+    stopped = trainer(label_maps, tmp_path / "stopped")
+    steps = [stopped.step] * 3  # two in each of three epochs
+    stopped.step = lambda *args: steps.pop()(*args)
+    with pytest.raises(IndexError):
+        stopped.fit()
+    resumed = trainer(label_maps, tmp_path / "stopped", resume=True)
+    assert resumed.epoch == 1
+    resumed.fit()
+    for name in (LAST, "best.pth"):
+        states = (torch.load(tmp_path / run / name, weights_only=True) for run in ("whole", "stopped"))
+        assert_same_bits(*states)
 
 
 def _join(rank, port, folder, output):
