@@ -1244,9 +1244,10 @@ def _again(model: nn.Module, source: Source) -> nn.Module:
 @deed("accelerate in another way", not_in=("training",))
 def _otherwise(model: nn.Module, source: Source) -> None:
     if not source.is_plain:
-        is_linear = any(getattr(module, "linear_attention", False) for module in model.modules())
-        for freeze in (None, False) if is_linear else (None, True, False):
-            ck.accelerate(model, freeze=freeze)
+        for freeze in (None, True, False):
+            # Changes before it may have left nothing that can be frozen.
+            with contextlib.suppress(ValueError) if freeze else contextlib.nullcontext():
+                ck.accelerate(model, freeze=freeze)
             with torch.no_grad():
                 model(source.images)
 
