@@ -12,10 +12,9 @@ import functools
 import importlib
 import os
 import threading
-import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_args
 
 import torch
 
@@ -184,31 +183,17 @@ def replaced(replace: Callable[[str, str, Implementation], Implementation]) -> I
 
 
 # What is requested ----------------------------------------------------------------------------------------
-#
-# Each thread or asyncio task has a choice of its own, in its context. Without one, it uses the process's.
 
 _Names = tuple[Backend, ...]
 #: The choice of the process, at first from the environment; requested_backends() checks it.
 _requested = cast(
     _Names, tuple((os.environ.get("CVT_KERNELS_BACKEND") or "auto").replace(" ", "").split(","))
 )
-#: The use_backend() that made it, as long as a block may still begin with it.
-_requested_by: use_backend | None = None
 #: The request of a compiled function. Dynamo can trace a change of a global, not of a context.
 _requested_in_graph: _Names | None = None
-
-
-class _Block(NamedTuple):
-    """An open block of a context with the backends requested in it; None for the process's choice."""
-
-    owner: object
-    names: _Names | None
-
-
-#: The choices of threads that have one; the latest comes last.
-_latest_choices: MutableMapping[threading.Thread, _Names] = weakref.WeakKeyDictionary()
-_blocks: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar("blocks")
+#: The choice of the context, that is of a thread or an asyncio task, and the one that was made last in any.
 _names_here: contextvars.ContextVar[Any] = contextvars.ContextVar("names_here")
+_latest: _Names | None = None
 
 
 class _Context:
@@ -223,63 +208,41 @@ class _Context:
 
 
 _here = _Context()
-_OUTSIDE = (_Block(None, None),)
 
 
-def _open_blocks(blocks: tuple[_Block, ...]) -> None:
-    """Sets the open blocks of the context; the first stands for the code around all of them."""
-    _blocks.set(blocks)
-    names, thread = blocks[-1].names, threading.current_thread()
-    _names_here.set(_here if names is None else names)
-    _latest_choices.pop(thread, None)
-    if names is not None:
-        _latest_choices[thread] = names
+def _request_here(names: _Names) -> Callable[[], None]:
+    """Sets the choice of the context; returns a function that gives it back the one before."""
+    global _latest
+    token, _latest = _names_here.set(names), names
+
+    def end() -> None:
+        global _latest
+        _names_here.reset(token)
+        _latest = None if _here.names is _here else _here.names
+
+    return end
 
 
-def _close_block(owner: object) -> None:
-    blocks = _blocks.get(_OUTSIDE)
-    for i in reversed(range(1, len(blocks))):
-        if blocks[i].owner is owner:
-            return _open_blocks(blocks[:i] + blocks[i + 1 :])
-    raise RuntimeError("use_backend: got the end of a block that did not begin in this thread or task")
+def _request_everywhere(names: _Names, in_graph: _Names | None = None) -> Callable[[], None]:
+    """Sets the choice of the process; returns a function that gives it back the one before."""
+    global _requested, _requested_in_graph, _latest
+    before = _requested, _requested_in_graph
+    _requested, _requested_in_graph, _latest = names, in_graph, None
 
+    def end() -> None:
+        _request_everywhere(*before)
 
-def _request_from_now_on(names: _Names, by: use_backend | None) -> None:
-    global _requested, _requested_by
-    *outer, last = _blocks.get(_OUTSIDE)
-    _open_blocks((*outer, last._replace(names=names)))
-    if not outer and threading.current_thread() is threading.main_thread():
-        _requested, _requested_by = names, by
-
-
-def _catch_up() -> None:
-    """Moves a compiled function's request to this context, or from within a block to the process.
-
-    The request may be another thread's, so that it must not change an open block of this one.
-    """
-    global _requested, _requested_in_graph
-    names, _requested_in_graph = _requested_in_graph, None
-    if names is not None and _is_in_block():
-        _requested = names
-    elif names is not None:
-        _request_from_now_on(names, None)
-
-
-def _is_in_block() -> bool:
-    return len(_blocks.get(_OUTSIDE)) > 1
+    return end
 
 
 @contextlib.contextmanager
 def requesting(*names: Backend) -> Iterator[None]:
-    """Requests backends within a block, like :class:`use_backend`, but never for other threads."""
-    _catch_up()
-    owner = object()
-    _open_blocks((*_blocks.get(_OUTSIDE), _Block(owner, names)))
+    """Requests backends within a block, like :class:`use_backend`, but at no time for other threads."""
+    end = _request_here(names)
     try:
         yield
     finally:
-        _catch_up()
-        _close_block(owner)
+        end()
 
 
 class use_backend:  # noqa: N801 (lower case as torch.no_grad)
@@ -291,23 +254,23 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
         with use_backend("triton", "cuda"): ...     # only here: Triton's kernel, else ours in CUDA
 
     ``"auto"``, the default, takes what :func:`tune` found on this machine, or what this release's table has
-    for it. Several
-    names are an order of preference; a call that none of them can serve raises :class:`BackendUnavailable`.
-    An operator without kernels of this project, such as ``linear``, ignores a request that names none of its
-    backends. The environment variable ``CVT_KERNELS_BACKEND`` (names with commas between them), read at
-    import, sets the initial choice.
+    for it. Several names are an order of preference; a call that none of them can serve raises
+    :class:`BackendUnavailable`. An operator without kernels of this project, such as ``linear``, ignores a
+    request that names none of its backends. The environment variable ``CVT_KERNELS_BACKEND`` (names with
+    commas between them), read at import, sets the initial choice.
 
     A block applies to its thread or task only. A call in the main thread, outside of blocks, applies to all
-    threads without a choice of their own. Within a block, a call applies until the end of the block; in a
-    compiled function, to the process. Where blocks overlap, the open one that began last counts. The backward
-    on a GPU, which runs in PyTorch's threads, uses the latest choice of any thread.
+    threads without a choice of their own; in a compiled function, to the process. Within a block, a call
+    applies until the end of the block. The backward on a GPU, which runs in PyTorch's threads, uses the
+    choice that was made last.
 
     Raises:
-        ValueError: A name is unknown, none is given, or ``"auto"`` is not alone.
-        RuntimeError: A block ends in another thread or task than it began in.
+        ValueError: A name is unknown, none is given, or ``"auto"`` is not alone. Or a block ends in another
+            thread or task than it began in.
     """
 
-    _after: tuple[_Block, ...] | None = None
+    #: What undoes the call, if a block begins with it.
+    _undo: Callable[[], None] | None = None
 
     def __init__(self, *names: Backend):
         global _requested_in_graph
@@ -316,23 +279,19 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
         if torch.compiler.is_compiling():
             _requested_in_graph = names
             return
-        _catch_up()
-        self._before, self._requested = _blocks.get(_OUTSIDE), _requested
-        _request_from_now_on(names, self)  # a block may follow or not
-        self._after = _blocks.get()
+        is_outside = _here.names is _here and threading.current_thread() is threading.main_thread()
+        self._undo = (_request_everywhere if is_outside else _request_here)(names)
+        self._ends: list[Callable[[], None]] = []
 
     def __enter__(self) -> use_backend:
-        global _requested, _requested_by, _requested_in_graph
+        global _requested_in_graph
         if torch.compiler.is_compiling():
             _requested_in_graph = self._names
             return self
-        _catch_up()
-        blocks = _blocks.get(_OUTSIDE)
-        if blocks is self._after:  # the call began this block
-            blocks = self._before
-        if _requested_by is self:
-            _requested, _requested_by = self._requested, None
-        _open_blocks((*blocks, _Block(self, self._names)))
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo()
+        self._ends.append(_request_here(self._names))
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -340,20 +299,20 @@ class use_backend:  # noqa: N801 (lower case as torch.no_grad)
         if torch.compiler.is_compiling():
             _requested_in_graph = self._in_graph
             return
-        _catch_up()
-        _close_block(self)
+        self._ends[-1]()
+        self._ends.pop()
 
 
 def names_requested() -> _Names:
     """Returns the requested backends, unchecked (see :func:`requested_backends`)."""
-    if _requested_in_graph is not None and (torch.compiler.is_compiling() or not _is_in_block()):
-        return _requested_in_graph
     names = _here.names
+    if _requested_in_graph is not None and (torch.compiler.is_compiling() or names is _here):
+        return _requested_in_graph
     if names is not _here:
         return names
     # Activation checkpointing recomputes the forward in that thread; the same backends must serve.
-    if not torch.compiler.is_compiling() and _latest_choices and machine.is_thread_of_autograd():
-        return list(_latest_choices.values())[-1]
+    if not torch.compiler.is_compiling() and _latest is not None and machine.is_thread_of_autograd():
+        return _latest
     return _requested
 
 
@@ -468,9 +427,8 @@ def forget() -> None:
 
 def reset() -> None:
     """Resets this process to "auto", without cache or fallbacks, as between two tests."""
-    global _requested, _requested_by, _requested_in_graph
-    _open_blocks(_OUTSIDE)
-    _requested, _requested_by, _requested_in_graph = _AUTO, None, None
+    _names_here.set(_here)
+    _request_everywhere(_AUTO)
     _fallbacks.clear()
     forget()
 
