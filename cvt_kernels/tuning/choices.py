@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -141,9 +140,7 @@ def remember(device: torch.device, new: Mapping[str, Entry]) -> str | None:
         return None
     file, key = path(device), machine_key(device)
     try:
-        file.parent.mkdir(0o755, parents=True, exist_ok=True)
-        if (reason := _why_not_trusted(file.parent.stat())) is not None:
-            return f"{file.parent}: {reason}"
+        file.parent.mkdir(parents=True, exist_ok=True)
         with _locked(file.with_suffix(".lock")):
             known = _read_or_warn(file, key) if os.path.exists(file) else {}
             _write(file, key, {**known, **lasting})
@@ -168,7 +165,6 @@ def _write(file: Path, key: Mapping[str, object], known: Mapping[str, Entry]) ->
     content = {"schema": _SCHEMA, "version": _VERSION, "machine": key, "choices": choices}
     scratch = file.with_name(f".{file.name}.{os.getpid()}.{os.urandom(8).hex()}")
     try:
-        scratch.touch(0o644, exist_ok=False)  # or it would not be trusted where the umask is 0
         scratch.write_text(json.dumps(content, sort_keys=True, indent=1) + "\n", encoding="utf-8")
         os.replace(scratch, file)
     finally:
@@ -181,20 +177,10 @@ def read_file(file: Path, key: Mapping[str, object]) -> dict[str, Entry]:
 
     Raises:
         OSError: It cannot be read.
-        ValueError: It is no file of choices, is for another machine or installation, or is not trusted, since
-            other users may write it.
+        ValueError: It is no file of choices, or is for another machine or installation.
     """
-    # Without waiting, since a pipe may have no writer; only once, so that what is judged is what is read.
-    flag = getattr(os, "O_NONBLOCK", 0)  # Windows has none
-    with open(file, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | flag)) as opened:
-        status = os.fstat(opened.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is not a regular file")
-        if (reason := _why_not_trusted(status)) is not None:
-            raise ValueError(reason)
-        text = opened.read()
     try:
-        content = json.loads(text)
+        content = json.loads(file.read_text(encoding="utf-8"))
         if (content["schema"], content["version"]) != (_SCHEMA, _VERSION):
             raise ValueError("it is no file of choices of this version")
         theirs, choices = dict(content["machine"]), dict(content["choices"])
@@ -214,12 +200,3 @@ def read_file(file: Path, key: Mapping[str, object]) -> dict[str, Entry]:
     if differences:
         raise ValueError(f"it was made for another machine or installation: {'; '.join(differences)}")
     return found
-
-
-def _why_not_trusted(status: os.stat_result) -> str | None:
-    """Returns why users other than this process's and root may have written a file, or None."""
-    if not hasattr(os, "geteuid"):  # Windows
-        return None
-    if status.st_uid not in (os.geteuid(), 0):
-        return f"it belongs to user {status.st_uid}, but this process to user {os.geteuid()}"
-    return "every user may write it" if status.st_mode & stat.S_IWOTH else None

@@ -34,7 +34,6 @@ def test_a_choice_is_remembered_and_others_stay():
     choices.remember(CPU, {"a": ENTRY})
     choices.remember(CPU, {"b": ENTRY, "a": ENTRY._replace(chosen="reference")})
     assert in_another_process() == {"a": ENTRY._replace(chosen="reference"), "b": ENTRY}
-    assert choices.path(CPU).stat().st_mode & 0o777 == 0o644
     assert {path.suffix for path in choices.path(CPU).parent.iterdir()} == {".json", ".lock"}
 
 
@@ -60,15 +59,6 @@ def _changed(path, **fields):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def _of_every_user(path):
-    path.chmod(0o666)
-
-
-def _a_pipe(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -83,8 +73,6 @@ def _a_pipe(path):
         (lambda path: _changed(path, choices={"a": {"chosen": "cpu"}}), "it is damaged: TypeError"),
         (lambda path: _changed(path, choices={"a": {"chosen": 1, "flaws": {}}}), "a choice or a flaw is no"),
         (lambda path: _changed(path, choices={"a": {"chosen": "cpu", "flaws": []}}), "it is damaged: Attr"),
-        (_of_every_user, "every user may write it"),
-        (_a_pipe, "it is not a regular file"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(damage, reason):
@@ -120,23 +108,6 @@ def test_the_folder_without_a_cache_directory(monkeypatch, home, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME") if home is None else monkeypatch.setenv("XDG_CACHE_HOME", home)
     assert choices.cache_directory() == tmp_path / ".cache" / "cvt_kernels"
-
-
-def test_a_file_is_for_its_user_alone_to_write_whatever_the_umask():
-    before = os.umask(0)
-    try:
-        path = written()
-    finally:
-        os.umask(before)
-    assert path.stat().st_mode & 0o777 == 0o644
-
-
-def test_a_folder_that_others_may_write_is_not_written():
-    folder = choices.path(CPU).parent
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    assert choices.remember(CPU, {"a": ENTRY}) == f"{folder}: every user may write it"
-    assert choices.entries(CPU) == {"a": ENTRY}
 
 
 @pytest.mark.slow
