@@ -1249,7 +1249,7 @@ def _otherwise(model: nn.Module, source: Source) -> None:
             with contextlib.suppress(ValueError) if freeze else contextlib.nullcontext():
                 ck.accelerate(model, freeze=freeze)
             with torch.no_grad():
-                model(source.images)
+                model(source.images.to(next(model.parameters()).dtype))
 
 
 @deed("deepcopy")

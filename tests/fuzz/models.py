@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -48,6 +49,7 @@ _TOLERANCE = 1e-4  # of the largest value of the twin
 #: much: of forwards, by the bytes of their dtype.
 _MOST_LOST = {2: 0.25, 4: 5e-4, 8: 5e-4}
 _MOST_OFF = 1e-3  # of the largest gradient
+_DRAWS = 8  # of images
 
 
 # Changes of a model ---------------------------------------------------------------------------------------
@@ -200,19 +202,32 @@ class _Pair:
         error = (actual - expected).abs().max().item() / largest
         if error <= tolerance:
             return
-        flaw = f"is off by {error:.2e} of the largest value"
-        if (lost := self._lost(results_of, expected, actual)) is None:
-            raise _Flaw(flaw)
-        if not lost.passed or lost.ours > _MOST_LOST[next(self.own.parameters()).itemsize] * largest:
-            ours, twins = (each / largest for each in (lost.ours, lost.pytorchs))
-            raise _Flaw(f"{flaw}, and by {ours:.2e} of float64's, the twin by {twins:.2e}")
+        ours, twins, allowed = self._lost(results_of, error)
+        if not ours <= min(allowed, _MOST_LOST[next(self.own.parameters()).itemsize]):
+            flaw = f"is off by {error:.2e} of the largest value, and by {ours:.2e} of float64's"
+            raise _Flaw(f"{flaw}, the twin by {twins:.2e}")
 
-    def _lost(
-        self, results_of: Callable[[nn.Module], Tensor], expected: Tensor, actual: Tensor
-    ) -> accuracy.Error | None:
-        """Returns the errors against the twin in float64; None where it cannot be copied or run in it."""
-        exact, dtype = self._exact(results_of), next(self.own.parameters()).dtype
-        return None if exact is None else accuracy.compare(actual, expected, exact, dtype=dtype)
+    def _lost(self, results_of: Callable[[nn.Module], Tensor], error: float) -> tuple[float, float, float]:
+        """Returns our error, the twin's and the allowed one, of the largest value of the twin in float64.
+
+        Where they are too large for the images, they are means over several: of few numbers the error is a
+        matter of luck. Where the twin cannot be copied or run in float64, ours is ``error``.
+        """
+        images, errors = self.images, list[tuple[float, float, float]]()
+        for _ in range(_DRAWS):
+            expected, actual = self._run_both(results_of)
+            exact, dtype = self._exact(results_of), next(self.own.parameters()).dtype
+            if exact is None:
+                return error, 0.0, math.inf
+            largest = exact.abs().max().clamp_min(1e-30).item()
+            each = accuracy.compare(actual, expected, exact, dtype=dtype)
+            errors.append((each.ours / largest, each.pytorchs / largest, each.allowed / largest))
+            if each.passed and len(errors) == 1:
+                break
+            self.images = _changed(images, self.source)
+        self.images = images
+        ours, twins, allowed = (sum(each) / len(errors) for each in zip(*errors, strict=True))
+        return ours, twins, allowed
 
     def _exact(self, results_of: Callable[[nn.Module], Any]) -> Any:
         """Returns what a function gives for the twin in float64, or None likewise."""
