@@ -11,10 +11,7 @@
 namespace cvt_kernels::depthwise_conv_gelu {
 namespace {
 
-// The number of channels of the block that begins at `first`.
-int64_t block_size(const Convolution& conv, int64_t first) {
-  return conv.channels - first < conv.block ? conv.channels - first : conv.block;
-}
+using conv_projection::block_size;
 
 // The rows of x under a row of outputs, from the channel `first` on.
 template <class T>
