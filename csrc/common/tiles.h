@@ -4,11 +4,7 @@
 // For tests, KERNELS_TILES names a file of plain functions in the place of the instructions (tests/csrc/emulated_tiles.h).
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <type_traits>
+#include "common/half.h"
 
 namespace cvt_kernels {
 namespace {

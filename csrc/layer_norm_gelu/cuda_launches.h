@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <bit>
 #include <iterator>
+#include <span>
 
 #include "layer_norm_gelu/activation.h"
 #include "layer_norm_gelu/calls.h"
@@ -73,19 +74,19 @@ inline Layout layout_of(DType dtype, int channels, bool aligned, bool sums = fal
   const int vector = !aligned ? 1 : dtype == DType::float32 ? 4 : 8;
   const int needed = channels / vector;
   Layout best{vector, 0, 0, 0};
-  const auto consider = [&](int vectors) {
+  const std::span<const int> counts = vector == 1   ? std::span<const int>(kScalars)
+                                      : vector == 8 ? std::span<const int>(kVectors)
+                                      : sums        ? std::span<const int>(kSumsFloatVectors)
+                                                    : std::span<const int>(kFloatVectors);
+  for (const int vectors : counts) {
     int lanes = 1;
     while (lanes * vectors < needed) lanes *= 2;
-    if (lanes > (vector == 1 ? kMaxThreadsOf<1> : kMaxThreadsOf<8>)) return;
+    if (lanes > (vector == 1 ? kMaxThreadsOf<1> : kMaxThreadsOf<8>)) continue;
     const int size = lanes * vectors, best_size = best.lanes * best.vectors;
     const bool smaller = best.vectors == 0 || size < best_size;
     const bool better = sums ? best.lanes > 32 : lanes >= 8;
     if (smaller || (size == best_size && better)) best = {vector, vectors, lanes, std::max(lanes, 128)};
-  };
-  if (vector == 1) std::for_each(std::begin(kScalars), std::end(kScalars), consider);
-  else if (vector == 8) std::for_each(std::begin(kVectors), std::end(kVectors), consider);
-  else if (sums) std::for_each(std::begin(kSumsFloatVectors), std::end(kSumsFloatVectors), consider);
-  else std::for_each(std::begin(kFloatVectors), std::end(kFloatVectors), consider);
+  }
   return best;
 }
 
@@ -102,12 +103,10 @@ inline int64_t flat_blocks(const Layout& layout, int64_t size) {
   return (size + piece - 1) / piece;
 }
 
-// The number of rows that a block works on at a time.
-inline int rows_of_block(const Layout& layout) { return layout.threads / layout.lanes; }
-
 // The number of blocks that cover all rows at once, with one row of each thread.
 inline int64_t blocks_for(const Layout& layout, int64_t rows) {
-  return (rows + rows_of_block(layout) - 1) / rows_of_block(layout);
+  const int together = layout.threads / layout.lanes;  // the rows that a block works on at a time
+  return (rows + together - 1) / together;
 }
 
 // Likewise in the forward of LayerNorm, with all rows of each thread.

@@ -188,10 +188,7 @@ constexpr int64_t kSums = linear_int8::kPanel;  // the columns of a tile of sums
 constexpr int64_t kTileColumns = kColumns > kSums ? kColumns : kSums;  // of one for layers of either kind
 
 VECTOR_INLINE F float_of(const int32_t* integers) {
-  typedef int32_t Integers __attribute__((vector_size(kVectorBytes)));
-  Integers v;
-  std::memcpy(&v, integers, sizeof v);
-  return __builtin_convertvector(v, F::Type);
+  return __builtin_convertvector(load(integers, Whole{}).v, F::Type);
 }
 
 // Computes a linear layer as `apply` above, on rows that are rounded.

@@ -182,7 +182,7 @@ void requantize_rows(const Linear& layer, const int32_t* sums, int64_t stride, i
     const F of_row = scales[i];
     Magnitudes magnitudes;
     for_vectors<F::lanes>(layer.outputs, [&](int64_t c, auto lanes, int vector) LAMBDA_INLINE {
-      const F product = __builtin_convertvector(load(sums + c, Whole{}).v, F::Type) * of_row;
+      const F product = float_of(sums + c) * of_row;
       const F sum = product * load(layer.weight_scales + c, lanes) + load(layer.bias + c, lanes);
       const F y = keep(layer_norm_gelu::activate<activation, Precision::half>(sum), lanes);
       magnitudes.take(y, vector);
@@ -308,7 +308,7 @@ void finish_panel(const Finish& finish, const int32_t* sums, const float* scales
   for (int64_t row = 0; row < rows; row++, sums += kPanel, out += finish.outputs) {
     const F x_scale = scales[row];
     for_vectors<F::lanes>(columns, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      const F product = __builtin_convertvector(load(sums + c, Whole{}).v, F::Type);
+      const F product = float_of(sums + c);
       const F scaled = product * x_scale * load(finish.weight_scale + begin + c, lanes);
       F y = layer_norm_gelu::activated<T, activation>(scaled + load(finish.bias + begin + c, lanes));
       if constexpr (adds) y = y + load(residual + row * finish.outputs + c, lanes);

@@ -135,9 +135,7 @@ void project_run(const Block& block, const Run& run, void* memory) {
   std::memset(scratch.zeros, 0, row_size(block) * sizeof(float));
   hold(block, x, held, scratch);
   const bool with_class_token = run.begin == 0 && block.class_tokens;
-  if (with_class_token) {
-    normalize(block.norm1, x, block.channels, inputs.copy, scratch.class_token);
-  }
+  if (with_class_token) normalize(block.norm1, x, block.channels, inputs.copy, scratch.class_token);
   for (int branch = 0; branch < 3; branch++) {
     const Branch& b = block.branches[branch];
     const Linear& linear = block.linears[branch];
@@ -298,18 +296,13 @@ void score_keys(const Block& block, int64_t image, void* memory) {
   }
 }
 
-template <class T>
-int64_t element_bytes() {
-  return sizeof(Element<T>);
-}
-
 int64_t packed_convolution_size(int64_t kernel, int64_t channels) { return (kernel * kernel + 3) * padded(channels); }
 
 }  // namespace
 
 const Kernels KERNELS{BY_FLOAT(conv_projection::pack),
                       packed_convolution_size,
-                      BY_FLOAT(element_bytes),
+                      [](DType dtype) { return with_float(dtype, []<class T>(T) { return int64_t{sizeof(Element<T>)}; }); },
                       {bytes_of<Projecting>, BY_FLOAT(project_run)},
                       {bytes_of<Attending>, BY_FLOAT(attend_run)},
                       {bytes_of<Scoring>, BY_FLOAT(score_keys)}};

@@ -252,7 +252,7 @@ Tensor pack_depthwise(const Tensor& weight, const Optional& bias) {
     expect(bias->is_contiguous(), "bias", *bias, "contiguous (channels,)");
   }
   const Tensor out = empty({kernels().packed_convolution_size(channels)}, ScalarType::Float, weight);
-  kernels().pack_convolution(dtype, weight.const_data_ptr(), const_data_of(bias), channels,
+  kernels().pack_convolution(dtype, weight.const_data_ptr(), const_data_of(bias), 0, channels,
                              static_cast<float*>(out.mutable_data_ptr()));
   return out;
 }
@@ -294,12 +294,6 @@ struct Bytes {
 
   int64_t sum() const { return hidden + 2 * keys + stream; }
 };
-
-Bytes between_bytes(DType dtype, const Block& block, int64_t element) {
-  return {holds_hidden(block) ? tokens_of(block) * kernels().hidden_bytes(dtype, block) : 0,
-          kept_tokens(block) * block.proj.inputs * transformer_block::kernels().element_bytes(dtype),
-          block.queries * block.channels * element};
-}
 
 // Bands of images for the third step. Each is computed from its top by one thread, and the last ones, one for each thread, also
 // from the bottom by a second thread, until they meet: there, few rows have their hidden channels made twice. `taken` has room
@@ -344,16 +338,6 @@ void serve(DType dtype, Block& block, const Bytes& bytes, char* between) {
              mix(dtype, block, taken)});
 }
 
-// Calls f(row, chosen) for the places of all rows of x in memory, and of the tokens that are chosen of it; places of -1 are
-// left out.
-template <class F>
-void for_rows(const Tensor& x, const int64_t* rows, int64_t kept, const F& f) {
-  const int64_t bytes = x.element_size() * x.size(2);
-  for (int64_t place = 0; place < x.size(0) * kept; place++) {
-    if (rows[place] >= 0) f((place / kept * x.size(1) + rows[place]) * bytes, place * bytes, bytes);
-  }
-}
-
 Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const Tensors& packed, const Tensors& reduction,
                      const Optional& conv, const Tensors& vectors, const Numbers& widths, const Tensors& weight_scales,
                      const std::vector<double>& eps, double scale, const std::string& activation, const Optional& rows) {
@@ -377,17 +361,22 @@ Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const Tenso
   const Tensor out = empty(x.sizes(), x.scalar_type(), x);
   if (x.size(0) == 0) return out;
   block.images = x.size(0);
-  const Bytes of_image = between_bytes(dtype, block, x.element_size());
   const int64_t row_bytes = x.element_size() * block.channels;
   const int64_t bytes = row_bytes * tokens_of(block), bytes_asking = row_bytes * block.queries;
+  const Bytes of_image{holds_hidden(block) ? tokens_of(block) * kernels().hidden_bytes(dtype, block) : 0,
+                       kept_tokens(block) * block.proj.inputs * transformer_block::kernels().element_bytes(dtype),
+                       bytes_asking};
   const char* from = static_cast<const char*>(x.const_data_ptr());
   char* to = static_cast<char*>(out.mutable_data_ptr());
   const Workspace some(chosen == nullptr ? 0 : block.images * bytes_asking);
+  const auto for_chosen = [&](const auto& f) {  // calls it with the places of rows of x, and of the tokens that are chosen of it
+    for (int64_t i = 0; i < x.size(0) * block.queries; i++) {
+      if (chosen[i] >= 0) f((i / block.queries * x.size(1) + chosen[i]) * row_bytes, i * row_bytes);
+    }
+  };
   if (chosen != nullptr) {
     std::memset(some.data(), 0, block.images * bytes_asking);
-    for_rows(x, chosen, block.queries, [&](int64_t row, int64_t place, int64_t size) {
-      std::memcpy(some.data() + place, from + row, size);
-    });
+    for_chosen([&](int64_t row, int64_t place) { std::memcpy(some.data() + place, from + row, row_bytes); });
   }
   for_images(x.size(0), of_image.sum(), threads(), [&](int64_t first, int64_t count, char* between) {
     block.images = count;
@@ -398,9 +387,7 @@ Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const Tenso
   });
   if (chosen != nullptr) {
     std::memcpy(to, from, x.size(0) * bytes);
-    for_rows(x, chosen, block.queries, [&](int64_t row, int64_t place, int64_t size) {
-      std::memcpy(to + row, some.data() + place, size);
-    });
+    for_chosen([&](int64_t row, int64_t place) { std::memcpy(to + row, some.data() + place, row_bytes); });
   }
   return out;
 }

@@ -256,13 +256,6 @@ void mix_band(const Block& block, const Band& band, void* memory) {
   });
 }
 
-template <class T>
-void pack_convolution(const void* weight, const void* bias, int64_t channels, float* out) {
-  depthwise_conv_gelu::pack(static_cast<const T*>(weight), static_cast<const T*>(bias), channels, out);
-}
-
-int64_t packed_convolution_size(int64_t channels) { return depthwise_conv_gelu::packed_size<float>(channels); }
-
 template <class T, class E = Element<T>>
 int64_t hidden_bytes(const Block& block) {
   return stride_of<E>(block.fc1.outputs) * sizeof(E);
@@ -270,8 +263,8 @@ int64_t hidden_bytes(const Block& block) {
 
 }  // namespace
 
-const Kernels KERNELS{BY_FLOAT(pack_convolution),
-                      packed_convolution_size,
+const Kernels KERNELS{BY_FLOAT(depthwise_conv_gelu::pack),
+                      depthwise_conv_gelu::packed_size<float>,
                       BY_FLOAT(hidden_bytes),
                       {bytes_of<Projecting>, BY_FLOAT(project_run)},
                       {bytes_of<Attending>, BY_FLOAT(attend_run)},

@@ -48,8 +48,8 @@ static inline int64_t rows_together(int64_t width) { return width < kTileRows ? 
 
 // The loops, compiled for one instruction set. They serve all dtypes but float64.
 struct Kernels {
-  // Packs the weight (channels, 1, 3, 3) of a convolution and its bias, or null, into packed_convolution_size numbers.
-  void (*pack_convolution)(DType, const void* weight, const void* bias, int64_t channels, float* out);
+  // Packs `size` channels of a convolution (channels, 1, 3, 3) and its bias, or null, into packed_convolution_size numbers.
+  void (*pack_convolution)(DType, const void* weight, const void* bias, int64_t first, int64_t size, float* out);
   int64_t (*packed_convolution_size)(int64_t channels);
   int64_t (*hidden_bytes)(DType, const Block&);  // of a token between the second step and the third
   Loop<Block, const Run&> project;

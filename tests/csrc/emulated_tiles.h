@@ -11,7 +11,7 @@ struct EmulatedTiles {
   }
 
   static void expect(bool condition) {
-    if (!condition) std::abort();
+    if (!condition) __builtin_abort();
   }
 };
 
