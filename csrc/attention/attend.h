@@ -11,9 +11,6 @@
 namespace cvt_kernels::attention {
 namespace {
 
-using layer_norm_gelu::by_lanes;
-using layer_norm_gelu::kPrecision;
-
 constexpr int64_t kScoreStride = kKeyBlock + 16;  // not a power of two, which would crowd a few sets of the cache
 constexpr int64_t kQueryStride = kMaxHeadDim + 16;
 
@@ -54,8 +51,8 @@ void pack_values(const T* v, int64_t stride, int64_t keys, int64_t head_dim, Fac
 
 template <class T>
 VECTOR_INLINE VectorOf<T> power(VectorOf<T> y) {
-  if constexpr (std::is_same_v<T, double>) return by_lanes<T>(y, [](double x) { return power_of_two(x); });
-  else return power_of_two<kPrecision<T>>(at_least(y, VectorOf<T>(-127.0f)));
+  if constexpr (std::is_same_v<T, double>) return layer_norm_gelu::by_lanes<T>(y, [](double x) { return power_of_two(x); });
+  else return power_of_two<layer_norm_gelu::kPrecision<T>>(at_least(y, VectorOf<T>(-127.0f)));
 }
 
 // The parts of a thread's memory: keys and values of some heads, and what a tile of queries needs.

@@ -186,7 +186,7 @@ VECTOR_INLINE void for_groups(int64_t rows, int64_t most, int64_t depth, const v
   }
 }
 
-// The same for any number of rows. `next` is the panel of the next product, if it is to come from further than L2.
+// Multiplies any number of rows, in groups. `next` is the panel of the next product, if it is to come from further than L2.
 template <int vectors, class P, class A>
 void multiply(const P* a, int64_t a_stride, int64_t rows, const P* b, int64_t depth, A* c, int64_t c_stride, bool adds,
               [[maybe_unused]] const P* next = nullptr) {
@@ -287,10 +287,15 @@ void pack_columns(const T* from, int64_t stride, int64_t rows, int64_t size, Fac
     for (int64_t first = start; first < start + width; first += side) {
       Factor<T>* panel = out + start * depth + first - start;
       int64_t turned = 0;  // so many factors of all rows of a vector are packed as squares
-      if constexpr (std::is_same_v<T, Factor<T>> || kPaired<T>) {
-        const int64_t squares = first + side <= rows ? size / kDepth<T> / side : 0;
-        for (; turned < squares * side; turned += side) {
-          turn_square(from + first * stride + turned * kDepth<T>, stride * sizeof(T), panel + turned * width, width);
+      const int64_t squares = first + side <= rows ? size / kDepth<T> / side : 0;
+      for (; turned < squares * side; turned += side) {
+        const T* corner = from + first * stride + turned * kDepth<T>;
+        if constexpr (std::is_same_v<T, Factor<T>> || kPaired<T>) {
+          turn_square(corner, stride * sizeof(T), panel + turned * width, width);
+        } else {
+          Factor<T> square[side][side];
+          for (int lane = 0; lane < side; lane++) pack_row(corner + lane * stride, side, square[lane]);
+          turn_square(square, sizeof square[0], panel + turned * width, width);
         }
       }
       for (int lane = 0; lane < side; lane++) {

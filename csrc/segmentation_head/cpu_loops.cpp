@@ -33,7 +33,6 @@ struct Neighbors {
   float weight, next_weight;
 };
 
-// A row of pixels.
 template <class T>
 const T* row_of(const Pixels& call, int64_t image, int64_t y) {
   return static_cast<const T*>(call.data) + image * call.image_step + y * call.row_step;

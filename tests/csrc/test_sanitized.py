@@ -98,7 +98,9 @@ needs_amx = pytest.mark.skipif("amx_bf16" not in cpu_sets_here(), reason="this C
 
 @needs_extension
 @pytest.mark.parametrize(
-    "flags", [[TILES], pytest.param(["-mamx-tile", "-mamx-bf16", "-mamx-int8"], marks=needs_amx)], ids=["emulated", "amx"]
+    "flags",
+    [[TILES], pytest.param(["-mamx-tile", "-mamx-bf16", "-mamx-int8"], marks=needs_amx)],
+    ids=["emulated", "amx"],
 )
 def test_emulated_tiles_compute_as_those_of_amx(flags):
     here = Path(__file__).parent
