@@ -131,8 +131,7 @@ void parallel_for_with_scratch(int64_t size, int64_t grain, int64_t bytes, const
 
 // The totals over parts of `size` numbers each, which are added in their order.
 template <class A>
-std::vector<double> totals_of(const std::vector<A>& sums, int64_t size) {
-  const int64_t parts = static_cast<int64_t>(sums.size()) / size;
+std::vector<double> totals_of(const std::vector<A>& sums, int64_t parts, int64_t size) {
   std::vector<double> totals(size);
   parallel_for(size, grain_of(parts), [&](int64_t begin, int64_t end) {
     for (int64_t part = 0; part < parts; part++) {

@@ -228,8 +228,8 @@ Gradients compute_gradients(Arguments& arguments, const Tensors& douts, const st
   std::vector<BranchGradient> gradients(call.count);
   Training training{.forward = {}, .gradients = gradients.data(), .dx = nullptr, .sums = nullptr, .quantities = 0};
   for (int64_t b = 0; b < call.count; b++) gradients[b].dout = arguments.keep("douts", douts[b]);
-  const std::vector<double> sums =
-      totals_of(sum_images<A>(arguments, training, 2 * call.count, choose(KERNEL_TABLES)->sums), 2 * call.count * channels);
+  const std::vector<A> of_images = sum_images<A>(arguments, training, 2 * call.count, choose(KERNEL_TABLES)->sums);
+  const std::vector<double> sums = totals_of(of_images, call.batch, 2 * call.count * channels);
 
   Gradients result;
   auto& [dx, dweights, dscales, dshifts] = result;
@@ -260,8 +260,8 @@ Gradients compute_gradients(Arguments& arguments, const Tensors& douts, const st
 
   dx = empty({call.batch, x.size(1), channels}, x.scalar_type(), x);
   training.dx = dx.mutable_data_ptr();
-  const std::vector<double> dtaps =
-      totals_of(sum_images<A>(arguments, training, taps, choose(KERNEL_TABLES)->gradients), taps * channels);
+  const std::vector<A> of_taps = sum_images<A>(arguments, training, taps, choose(KERNEL_TABLES)->gradients);
+  const std::vector<double> dtaps = totals_of(of_taps, call.batch, taps * channels);
   const double* first = dtaps.data();
   for (const Branch& branch : arguments.branches) {
     const int64_t kernel = branch.kernel, size = kernel * kernel;

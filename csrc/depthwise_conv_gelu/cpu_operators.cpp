@@ -74,7 +74,7 @@ std::tuple<Tensor, Tensor, Tensor> compute_gradients(const Arguments& arguments,
   parallel_for_with_scratch(arguments.blocks() * parts, grain, bytes, [&](int64_t begin, int64_t end, void* scratch) {
     choose(KERNEL_TABLES)->backward(arguments.dtype, activation, call, begin, end, scratch);
   });
-  const std::vector<double> totals = totals_of(sums, size);
+  const std::vector<double> totals = totals_of(sums, parts, size);
   const double* of_bias = totals.data() + 9 * conv.channels;
   return {dx, gradient_of(arguments.weight, x, [&](int64_t i) { return totals[i % 9 * conv.channels + i / 9]; }),
           gradient_of(arguments.bias, x, [&](int64_t i) { return of_bias[i]; })};
