@@ -19,35 +19,7 @@ template <class T, class A = Accumulator<T>>
 void pack_query(const T* q, int64_t head_dim, A power, Factor<T>* out) {
   if constexpr (kPaired<T>) out[(head_dim - 1) / 2] = 0;
   using To = std::conditional_t<kPaired<T>, T, A>;
-  for_vectors<VectorOf<T>::lanes>(head_dim, [&](int64_t i, auto lanes, int) LAMBDA_INLINE {
-    store(reinterpret_cast<To*>(out) + i, load(q + i, lanes) * power, lanes);
-  });
-}
-
-// Packs keys (keys, head_dim) as panels (depth, keys of the panel), with zeros beyond the last key.
-template <class T>
-void pack_keys(const T* k, int64_t stride, int64_t keys, int64_t head_dim, Factor<T>* out) {
-  constexpr int side = VectorOf<T>::lanes;
-  const int64_t depth = ceil_div(head_dim, kDepth<T>);
-  for_panels<Accumulator<T>>(keys, [&](int64_t start, auto vectors) LAMBDA_INLINE {
-    constexpr int width = vectors * side;
-    for (int64_t first = start; first < start + width; first += side) {
-      Factor<T>* panel = out + start * depth + first - start;
-      int64_t turned = 0;  // so many factors of all keys of a vector are packed as squares
-      if constexpr (std::is_same_v<T, Factor<T>> || kPaired<T>) {
-        const int64_t squares = first + side <= keys ? head_dim / kDepth<T> / side : 0;
-        for (; turned < squares * side; turned += side) {
-          turn_square(k + first * stride + turned * kDepth<T>, stride * sizeof(T), panel + turned * width, width);
-        }
-      }
-      for (int lane = 0; turned < depth && lane < side; lane++) {
-        Factor<T> row[kMaxHeadDim];
-        if (first + lane >= keys) std::memset(row, 0, depth * sizeof(Factor<T>));
-        else pack_row<T>(k + (first + lane) * stride, head_dim, row);
-        for (int64_t d = turned; d < depth; d++) panel[d * width + lane] = row[d];
-      }
-    }
-  });
+  fill(reinterpret_cast<To*>(out), head_dim, [&](int64_t i, auto lanes) LAMBDA_INLINE { return load(q + i, lanes) * power; });
 }
 
 // Packs values (keys, head_dim) as panels (depth, channels of the panel).
@@ -79,12 +51,8 @@ void pack_values(const T* v, int64_t stride, int64_t keys, int64_t head_dim, Fac
 
 template <class T>
 VECTOR_INLINE VectorOf<T> power(VectorOf<T> y) {
-  if constexpr (std::is_same_v<T, double>) {
-    for (int i = 0; i < y.lanes; i++) y.v[i] = power_of_two(y.v[i]);
-    return y;
-  } else {
-    return power_of_two<sizeof(T) == 2 ? Precision::half : Precision::full>(at_least(y, VectorOf<T>(-127.0f)));
-  }
+  if constexpr (std::is_same_v<T, double>) return layer_norm_gelu::by_lanes<T>(y, [](double x) { return power_of_two(x); });
+  else return power_of_two<layer_norm_gelu::kPrecision<T>>(at_least(y, VectorOf<T>(-127.0f)));
 }
 
 // The parts of a thread's memory: keys and values of some heads, and what a tile of queries needs.
@@ -209,9 +177,7 @@ void attend(const Forward& call, const T* q, int64_t rows, const Scratch<T>& scr
     const F inverse = 1 / running[row].sum;
     const A* sums = scratch.out + row * kQueryStride;
     T* to = out + row * out_stride;
-    for_vectors<F::lanes>(call.head_dim, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      store(to + c, load(sums + c, Whole{}) * inverse, lanes);
-    });
+    fill(to, call.head_dim, [&](int64_t c, auto) LAMBDA_INLINE { return load(sums + c, Whole{}) * inverse; });
   }
 }
 
@@ -228,7 +194,7 @@ class Heads {
   void pack(const E* k, const E* v) {
     for (int64_t head = 0; head < call_.heads; head++) {
       const int64_t first = head * call_.head_dim, width = call_.q.token;
-      pack_keys<E>(k + first, width, call_.keys, call_.head_dim, scratch_.k + head * scratch_.k_size);
+      pack_columns<E>(k + first, width, call_.keys, call_.head_dim, scratch_.k + head * scratch_.k_size);
       pack_values<E>(v + first, width, call_.keys, call_.head_dim, scratch_.v + head * scratch_.v_size);
     }
   }

@@ -24,15 +24,13 @@ TileBias<A> tile_bias(const Forward& call, int64_t image, int64_t head, int64_t 
 
 template <class T>
 void forward_tiles(const Forward& call, int64_t begin, int64_t end, void* memory) {
-  Parts parts(memory);
-  const Scratch<T> scratch(call, parts);
-  const TileUse tile_use;
+  const InMemory<Scratch<T>> scratch(call, memory);
   const int64_t tiles = tiles_of(call.queries);
   int64_t packed = -1;
   for (; begin < end; begin++) {
     const int64_t item = begin / tiles, image = item / call.heads, head = item % call.heads;
     if (item != packed) {
-      pack_keys<T>(at<T>(call.k, image, head), call.k.token, call.keys, call.head_dim, scratch.k);
+      pack_columns<T>(at<T>(call.k, image, head), call.k.token, call.keys, call.head_dim, scratch.k);
       pack_values<T>(at<T>(call.v, image, head), call.v.token, call.keys, call.head_dim, scratch.v);
       packed = item;
     }

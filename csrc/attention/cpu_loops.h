@@ -9,9 +9,6 @@
 // (Scale), so that they can be added to these before they are multiplied by it, and zeros leave them as they are.
 #pragma once
 
-#include <cmath>
-#include <cstdint>
-
 #include "common/instruction_sets.h"
 
 namespace cvt_kernels::attention {
@@ -84,6 +81,6 @@ struct Kernels {
   Loop<Forward, int64_t, int64_t> forward;
 };
 
-DECLARE_PRODUCT_TABLES;
+DECLARE_TABLES;
 
 }  // namespace cvt_kernels::attention

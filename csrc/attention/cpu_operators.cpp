@@ -1,10 +1,6 @@
 // The operators attention_inference and attention_by_position on the CPU. Every tile of queries is computed in the same way
 // whichever thread takes it, so results do not depend on their number.
 
-#include <algorithm>
-#include <optional>
-#include <vector>
-
 #include "attention/cpu_loops.h"
 #include "common/cpu.h"
 #include "common/tensors.h"
@@ -55,8 +51,8 @@ Tensor attend_to(const Tensor& q, const Tensor& k, const Tensor& v, double scale
   const double work = 2.0 * kTile * call.keys * call.head_dim;
   const int64_t grain = std::max<int64_t>(1, static_cast<int64_t>(kGrain / work));
   const int64_t tiles = call.batch * call.heads * tiles_of(call.queries);
-  parallel_for_with_scratch(tiles, grain, loops.forward.bytes(dtype, call),
-                            [&](int64_t begin, int64_t end, void* scratch) {
+  const int64_t bytes = loops.forward.bytes(dtype, call);
+  parallel_for_with_scratch(tiles, grain, bytes, [&](int64_t begin, int64_t end, void* scratch) {
     loops.forward.run(dtype, call, begin, end, scratch);
   });
   return out;

@@ -24,6 +24,8 @@ namespace cvt_kernels {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Optional = std::optional<Tensor>;
+using Tensors = std::vector<Tensor>;
+using Numbers = std::vector<int64_t>;
 
 // What came, as messages have it -------------------------------------------------------------------------------
 

@@ -8,13 +8,9 @@
 #include <unistd.h>
 #endif
 
-#include <algorithm>
 #include <cstdlib>
 #include <exception>
-#include <mutex>
-#include <string>
 
-#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include "common/checks.h"
@@ -131,6 +127,18 @@ void parallel_for_with_scratch(int64_t size, int64_t grain, int64_t bytes, const
     const Workspace scratch(bytes);
     f(begin, end, scratch.data());
   });
+}
+
+// The totals over parts of `size` numbers each, which are added in their order.
+template <class A>
+std::vector<double> totals_of(const std::vector<A>& sums, int64_t parts, int64_t size) {
+  std::vector<double> totals(size);
+  parallel_for(size, grain_of(parts), [&](int64_t begin, int64_t end) {
+    for (int64_t part = 0; part < parts; part++) {
+      for (int64_t i = begin; i < end; i++) totals[i] += sums[part * size + i];
+    }
+  });
+  return totals;
 }
 
 }  // namespace cvt_kernels

@@ -77,28 +77,27 @@ KERNEL_INLINE T select(bool condition, T yes, T no) {
   return condition ? yes : no;
 }
 
-// The larger of the two; NaN if x is NaN.
-template <class T>
-KERNEL_INLINE T at_least(T x, T limit) {
+// The larger of the two, or the smaller; NaN if x is NaN.
+template <bool larger, class T>
+KERNEL_INLINE T extreme(T x, T limit) {
 #ifdef __CUDA_ARCH__
   if constexpr (std::is_same_v<T, float>) {
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(x), "f"(limit));
+    if constexpr (larger) asm("max.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(x), "f"(limit));
+    else asm("min.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(x), "f"(limit));
     return x;
   }
 #endif
-  return select(x < limit, limit, x);
+  return select(larger ? x < limit : limit < x, limit, x);
 }
 
-// The smaller of the two; NaN if x is NaN.
+template <class T>
+KERNEL_INLINE T at_least(T x, T limit) {
+  return extreme<true>(x, limit);
+}
+
 template <class T>
 KERNEL_INLINE T at_most(T x, T limit) {
-#ifdef __CUDA_ARCH__
-  if constexpr (std::is_same_v<T, float>) {
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(x) : "f"(x), "f"(limit));
-    return x;
-  }
-#endif
-  return select(limit < x, limit, x);
+  return extreme<false>(x, limit);
 }
 
 // x / y. A GPU does not round it correctly, since that would cost more than all the rest of an activation.

@@ -15,35 +15,35 @@ namespace cvt_kernels {
 // Those with VNNI have products of 8-bit integers, as has amx_bf16: every CPU with its tiles of bfloat16 has those too.
 enum class InstructionSet { plain, avx2, avx2_vnni, avx512, avx512_vnni, avx512_bf16, amx_bf16 };
 
-// DECLARE_KERNEL_TABLES declares the tables in a family's namespace; KERNEL_TABLES lists them in the order of
+// DECLARE_TABLES declares the tables in a family's namespace; KERNEL_TABLES lists them in the order of
 // InstructionSet. Where there is no x86-64, there is only the first. AMX serves products of matrices (product.h) only:
 // families that have them take PRODUCT_TABLES, the others are not compiled for it. INTEGER_TABLES are for products of
 // 8-bit integers (linear_int8/), for which bfloat16 does not matter.
 #ifdef __x86_64__
-#define DECLARE_KERNEL_TABLES \
-  extern __attribute__((weak)) const Kernels kernels_plain, kernels_avx2, kernels_avx512, kernels_avx512_bf16
+#define DECLARE_TABLES                                                                                       \
+  extern __attribute__((weak)) const Kernels kernels_plain, kernels_avx2, kernels_avx2_vnni, kernels_avx512, \
+      kernels_avx512_vnni, kernels_avx512_bf16, kernels_amx_bf16, kernels_amx_int8
 #define KERNEL_TABLES \
   {&kernels_plain, &kernels_avx2, &kernels_avx2, &kernels_avx512, &kernels_avx512, &kernels_avx512_bf16}
-#define DECLARE_PRODUCT_TABLES \
-  DECLARE_KERNEL_TABLES;       \
-  extern __attribute__((weak)) const Kernels kernels_amx_bf16
-#define PRODUCT_TABLES                                                                                     \
+#define PRODUCT_TABLES                                                       \
   {&kernels_plain,  &kernels_avx2,        &kernels_avx2,    &kernels_avx512, \
    &kernels_avx512, &kernels_avx512_bf16, &kernels_amx_bf16}
-#define DECLARE_INTEGER_TABLES                                                                                  \
-  extern __attribute__((weak)) const Kernels kernels_plain, kernels_avx2, kernels_avx2_vnni, kernels_avx512, kernels_avx512_vnni, \
-      kernels_amx_int8
-#define INTEGER_TABLES                                                                          \
+#define INTEGER_TABLES                                                              \
   {&kernels_plain,       &kernels_avx2,        &kernels_avx2_vnni, &kernels_avx512, \
    &kernels_avx512_vnni, &kernels_avx512_vnni, &kernels_amx_int8}
 #else
-#define DECLARE_KERNEL_TABLES extern __attribute__((weak)) const Kernels kernels_plain
+#define DECLARE_TABLES extern __attribute__((weak)) const Kernels kernels_plain
 #define KERNEL_TABLES {&kernels_plain}
-#define DECLARE_PRODUCT_TABLES DECLARE_KERNEL_TABLES
 #define PRODUCT_TABLES KERNEL_TABLES
-#define DECLARE_INTEGER_TABLES DECLARE_KERNEL_TABLES
 #define INTEGER_TABLES KERNEL_TABLES
 #endif
+
+// Tokens of a height × width grid after a class token or none, of `channels` adjacent values each; steps are in elements.
+struct Tokens {
+  const void* x;
+  int64_t batch_stride, token_stride;
+  int64_t batch, class_tokens, height, width, channels;
+};
 
 // A loop of a table: the bytes of memory that a thread needs for it, and the function that serves a unit of the work.
 template <class Call, class... Unit>

@@ -106,12 +106,10 @@ void multiply_rows(const P* a, int64_t a_stride, const P* b, int64_t depth, A* c
   } while (depth > 0);
 }
 
-template <int vectors, class P, class A>
-using Multiply = void (*)(const P*, int64_t, const P*, int64_t, A*, int64_t, bool, Ahead);
-
-template <int vectors, class P, class A, int... row>
-Multiply<vectors, P, A> multiply_of(int64_t rows, std::integer_sequence<int, row...>) {
-  static constexpr Multiply<vectors, P, A> table[] = {multiply_rows<row + 1, vectors, P, A>...};
+// The function for so many rows, up to kRows, of those that G gives by a constant.
+template <class G, int... row>
+auto of_rows(int64_t rows, G, std::integer_sequence<int, row...>) {
+  static constexpr decltype(G{}(std::integral_constant<int, 1>{})) table[] = {G{}(std::integral_constant<int, row + 1>{})...};
   return table[rows - 1];
 }
 
@@ -177,33 +175,86 @@ inline void shape_tiles(int64_t rows, int64_t depth) {
   if (now.rows != height || (rest > 0 && now.rest != rest)) TileUse::configure({height, rest > 0 ? rest : kTileSide});
 }
 
-// The same for any number of rows, in groups of about the same size. `next` is the panel of the next product, if it is to
-// come from further than L2.
+// Calls f(first, count, ahead) for groups of at most so many rows, of about the same size. Each asks for its share of the
+// `bytes` that a product reads at each step of its depth from `next` on.
+template <class G>
+VECTOR_INLINE void for_groups(int64_t rows, int64_t most, int64_t depth, const void* next, int64_t bytes, G f) {
+  const int64_t groups = ceil_div(rows, most);
+  for (int64_t group = 0; group < groups; group++) {
+    const int64_t first = group * rows / groups, step = ceil_div(bytes, groups);
+    f(first, (group + 1) * rows / groups - first, Ahead{static_cast<const char*>(next) + group * depth * step, step});
+  }
+}
+
+// Multiplies any number of rows, in groups. `next` is the panel of the next product, if it is to come from further than L2.
 template <int vectors, class P, class A>
 void multiply(const P* a, int64_t a_stride, int64_t rows, const P* b, int64_t depth, A* c, int64_t c_stride, bool adds,
               [[maybe_unused]] const P* next = nullptr) {
-  const auto for_groups = [&](int64_t most, auto run) {
-    const int64_t groups = ceil_div(rows, most);
-    for (int64_t group = 0; group < groups; group++) {
-      const int64_t first = group * rows / groups;
-      const int64_t step = next == nullptr ? 0 : ceil_div(vectors * kVectorBytes, groups);
-      const Ahead ahead = {reinterpret_cast<const char*>(next == nullptr ? b : next) + group * depth * step, step};
-      run((group + 1) * rows / groups - first, a + first * a_stride, c + first * c_stride, ahead);
-    }
-  };
   if constexpr (kTiles && (std::is_same_v<P, Pair> || std::is_same_v<P, Integers>)) {
     // Two tiles, which overlap, serve 17 to 31 rows: every row goes through the same instructions, however many there are.
     if (rows > 0) shape_tiles(rows, depth);
-    for_groups(2 * kTileSide, [&](int64_t size, const P* a_group, A* c_group, Ahead) {
-      const auto run = size > kTileSide ? multiply_tiles<2, vectors, P, A> : multiply_tiles<1, vectors, P, A>;
-      run(a_group, a_stride, size - kTileSide, b, depth, c_group, c_stride, adds, a_group == a ? next : nullptr);
+    for_groups(rows, 2 * kTileSide, depth, next, 0, [&](int64_t first, int64_t count, Ahead) {
+      const auto run = count > kTileSide ? multiply_tiles<2, vectors, P, A> : multiply_tiles<1, vectors, P, A>;
+      run(a + first * a_stride, a_stride, count - kTileSide, b, depth, c + first * c_stride, c_stride, adds,
+          first == 0 ? next : nullptr);
     });
   } else {
-    for_groups(kRows, [&](int64_t size, const P* a_group, A* c_group, Ahead ahead) {
-      const auto run = multiply_of<vectors, P, A>(size, std::make_integer_sequence<int, kRows>{});
-      run(a_group, a_stride, b, depth, c_group, c_stride, adds, ahead);
+    const P* asked = next == nullptr ? b : next;
+    for_groups(rows, kRows, depth, asked, next == nullptr ? 0 : vectors * kVectorBytes,
+               [&](int64_t first, int64_t count, Ahead ahead) {
+      constexpr auto of = [](auto size) { return &multiply_rows<size, vectors, P, A>; };
+      const auto run = of_rows(count, of, std::make_integer_sequence<int, kRows>{});
+      run(a + first * a_stride, a_stride, b, depth, c + first * c_stride, c_stride, adds, ahead);
     });
   }
+}
+
+// Whether the products of a shape of tiles equal products of integers, which are exact. Memory is static: this runs after a
+// fork. A factor P has some numbers N.
+template <int vectors, class N, class P, class A>
+bool tiles_are_right(int64_t rows, int64_t depth) {
+  constexpr int64_t most_rows = 33, most_depth = 70, columns = vectors * kTileSide, together = sizeof(P) / sizeof(N);
+  alignas(P) static N a[most_rows * most_depth * together], b[most_depth * columns * together];
+  static A c[most_rows * columns];
+  const auto left = [](int64_t row, int64_t k) { return static_cast<int>((37 * row + 11 * k) % 255 - 127); };
+  const auto right = [](int64_t k, int64_t column) { return static_cast<int>((29 * k + 5 * column) % 255 - 127); };
+  const auto put = [](N& to, int number) {
+    if constexpr (std::is_same_v<N, BFloat16>) store(&to, static_cast<float>(number));
+    else to = static_cast<N>(number);
+  };
+  const int64_t numbers = depth * together;
+  for (int64_t k = 0; k < numbers; k++) {
+    for (int64_t row = 0; row < rows; row++) put(a[row * numbers + k], left(row, k));
+    for (int64_t column = 0; column < columns; column++) {
+      put(b[(k / together * columns + column) * together + k % together], right(k, column));
+    }
+  }
+  for (int times = 1; times <= 2; times++) {  // set, then added to
+    multiply<vectors>(reinterpret_cast<const P*>(a), depth, rows, reinterpret_cast<const P*>(b), depth, c, columns,
+                      times == 2);
+    for (int64_t row = 0; row < rows; row++) {
+      for (int64_t column = 0; column < columns; column++) {
+        int sum = 0;
+        for (int64_t k = 0; k < numbers; k++) sum += left(row, k) * right(k, column);
+        if (c[row * columns + column] != static_cast<A>(times * sum)) return false;
+      }
+    }
+  }
+  return true;
+}
+
+// The same of all shapes of tiles; true where there are none.
+template <class N, class P, class A>
+bool products_are_right() {
+  if constexpr (kTiles) {
+    const TileUse tile_use;
+    for (const int64_t rows : {1, 15, 16, 17, 32, 33}) {
+      for (const int64_t depth : {1, 15, 16, 17, 32, 33, 64, 65, 70}) {
+        if (!tiles_are_right<1, N, P, A>(rows, depth) || !tiles_are_right<2, N, P, A>(rows, depth)) return false;
+      }
+    }
+  }
+  return true;
 }
 
 // Calls f(start, vectors) for panels of two vectors, the last of one where that is enough.
@@ -221,10 +272,44 @@ void pack_row(const T* row, int64_t size, Factor<T>* out) {
     out[(size - 1) / 2] = 0;
     std::memcpy(out, row, size * sizeof(T));
   } else {
-    for_vectors<VectorOf<T>::lanes>(size, [&](int64_t i, auto lanes, int) LAMBDA_INLINE {
-      store(out + i, load(row + i, lanes), lanes);
-    });
+    fill(out, size, [&](int64_t i, auto lanes) LAMBDA_INLINE { return load(row + i, lanes); });
   }
+}
+
+// Packs rows of numbers as panels (depth, rows of the panel), with zeros beyond the last row.
+template <class T>
+void pack_columns(const T* from, int64_t stride, int64_t rows, int64_t size, Factor<T>* out) {
+  constexpr int side = VectorOf<T>::lanes;
+  constexpr int64_t most = 256;  // factors of a row that are packed at a time
+  const int64_t depth = ceil_div(size, kDepth<T>);
+  for_panels<Accumulator<T>>(rows, [&](int64_t start, auto vectors) LAMBDA_INLINE {
+    constexpr int width = vectors * side;
+    for (int64_t first = start; first < start + width; first += side) {
+      Factor<T>* panel = out + start * depth + first - start;
+      int64_t turned = 0;  // so many factors of all rows of a vector are packed as squares
+      const int64_t squares = first + side <= rows ? size / kDepth<T> / side : 0;
+      for (; turned < squares * side; turned += side) {
+        const T* corner = from + first * stride + turned * kDepth<T>;
+        if constexpr (std::is_same_v<T, Factor<T>> || kPaired<T>) {
+          turn_square(corner, stride * sizeof(T), panel + turned * width, width);
+        } else {
+          Factor<T> square[side][side];
+          for (int lane = 0; lane < side; lane++) pack_row(corner + lane * stride, side, square[lane]);
+          turn_square(square, sizeof square[0], panel + turned * width, width);
+        }
+      }
+      for (int lane = 0; lane < side; lane++) {
+        for (int64_t done = turned; done < depth; done += most) {
+          const bool is_last = done + most >= depth;
+          const int64_t count = is_last ? depth - done : most, place = done * kDepth<T>;
+          Factor<T> row[most];
+          if (first + lane >= rows) std::memset(row, 0, count * sizeof(Factor<T>));
+          else pack_row<T>(from + (first + lane) * stride + place, is_last ? size - place : most * kDepth<T>, row);
+          for (int64_t d = 0; d < count; d++) panel[(done + d) * width + lane] = row[d];
+        }
+      }
+    }
+  });
 }
 
 }  // namespace

@@ -1,18 +1,13 @@
 // Checks of tensors and the making of new ones, for the operators of every family, on the CPU and on the GPU.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
-#include <optional>
-#include <string_view>
-#include <vector>
 
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/shim_utils.h>
 
 #include "common/checks.h"
-#include "common/half.h"
+#include "common/instruction_sets.h"
 
 namespace cvt_kernels {
 
@@ -75,14 +70,11 @@ inline Tensor made_contiguous(const char* name, const Tensor& tensor) {
   }
 }
 
-// The same, after a check that it has the shape and device of x, and a dtype.
-inline Tensor contiguous_like(const char* name, const Tensor& tensor, const Tensor& x, ScalarType dtype) {
-  expect_sizes(name, tensor, x.sizes(), dtype, x, "of the shape of x");
+// The same, after a check that it has the shape and device of x, and a dtype, or that of x.
+inline Tensor contiguous_like(const char* name, const Tensor& tensor, const Tensor& x,
+                              std::optional<ScalarType> dtype = std::nullopt) {
+  expect_sizes(name, tensor, x.sizes(), dtype.value_or(x.scalar_type()), x, "of the shape of x");
   return made_contiguous(name, tensor);
-}
-
-inline Tensor contiguous_like(const char* name, const Tensor& tensor, const Tensor& x) {
-  return contiguous_like(name, tensor, x, x.scalar_type());
 }
 
 inline Optional contiguous_like(const char* name, const Optional& tensor, const Tensor& x) {
@@ -107,6 +99,12 @@ inline int64_t class_tokens_of(const Tensor& x, int64_t height, int64_t width, i
   const int64_t class_tokens = x.size(1) - product("height and width", {height, width});
   expect(class_tokens >= 0 && class_tokens <= most, "x", x, height, " · ", width, most > 0 ? " tokens, or one more" : " tokens");
   return class_tokens;
+}
+
+// The tokens of x, whose channels are adjacent, likewise.
+inline Tokens tokens_of(const Tensor& x, int64_t height, int64_t width, int64_t most = 1) {
+  const int64_t class_tokens = class_tokens_of(x, height, width, most);
+  return {x.const_data_ptr(), x.stride(0), x.stride(1), x.size(0), class_tokens, height, width, x.size(2)};
 }
 
 // Checks a weight or a bias of the channels of x, of any floating dtype.

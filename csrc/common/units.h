@@ -3,12 +3,7 @@
 // Loops compute a unit in the same way whichever thread takes it, so results do not depend on their number.
 #pragma once
 
-#include <algorithm>
-#include <atomic>
 #include <functional>
-#include <thread>
-#include <utility>
-#include <vector>
 
 #include "common/cpu.h"
 #include "common/pool.h"
@@ -46,14 +41,6 @@ inline std::vector<Run> cut_tokens(int64_t images, int64_t tokens) {
   return cut(images, tokens, kAtOnce, kTileRows / kAtOnce * kAtOnce, kAtOnce);
 }
 
-// The rows of the longest of some runs.
-template <class Run>
-int64_t longest(const std::vector<Run>& runs) {
-  int64_t rows = 0;
-  for (const Run& run : runs) rows = std::max(rows, run.end - run.begin);
-  return rows;
-}
-
 // Units of work that threads take as they come, each with `bytes` of memory for the thread. `previous` is the unit that the
 // thread served before, or -1.
 struct Step {
@@ -70,6 +57,15 @@ Step over(std::vector<Part> parts, const Loop<Call, const Part&, Previous...>& l
             if constexpr (sizeof...(Previous) == 0) loop.run(dtype, call, parts[unit], memory);
             else loop.run(dtype, call, parts[unit], previous < 0 ? -1 : parts[previous].image, memory);
           }};
+}
+
+// The same; `longest` becomes the rows of the longest of the parts, before the loop is asked for its memory.
+template <class Call, class Part, class... Previous>
+Step over(std::vector<Part> parts, int64_t& longest, const Loop<Call, const Part&, Previous...>& loop, DType dtype,
+          const Call& call) {
+  longest = 0;
+  for (const Part& part : parts) longest = std::max(longest, part.end - part.begin);
+  return over(std::move(parts), loop, dtype, call);
 }
 
 // The step of a loop that takes the number of a unit.
@@ -137,6 +133,16 @@ inline void for_steps(const std::vector<Step>& steps, bool served = true) {
     });
   }
   if (failure) std::rethrow_exception(failure);
+}
+
+constexpr int64_t kBetweenBytes = 16 << 20;  // of what steps leave to the next ones, if images are small
+
+// Calls serve(first, count, memory) for as many images at a time as have room in memory between their steps, at least so many.
+template <class F>
+void for_images(int64_t images, int64_t image_bytes, int64_t fewest, const F& serve) {
+  const int64_t most = image_bytes == 0 ? images : std::max(kBetweenBytes / image_bytes, fewest);
+  const Workspace between(std::min(images, most) * image_bytes);
+  for (int64_t first = 0; first < images; first += most) serve(first, std::min(most, images - first), between.data());
 }
 
 }  // namespace cvt_kernels

@@ -308,5 +308,13 @@ VECTOR_INLINE void for_vectors(int64_t size, F f) {
   if (c < size) f(c, Part{size - c}, 0);
 }
 
+// Stores value(index, lanes) for every vector of a row.
+template <class T, class F>
+VECTOR_INLINE void fill(T* to, int64_t size, F value) {
+  for_vectors<VectorOf<T>::lanes>(size, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
+    store(to + c, value(c, lanes), lanes);
+  });
+}
+
 }  // namespace
 }  // namespace cvt_kernels

@@ -73,16 +73,12 @@ void gather(const Embedding& call, const E* pixels, int64_t step, int64_t token,
 
 template <class T, class E = Element<T>>
 void embed_run(const Embedding& call, const Run& run, void* memory) {
-  const TileUse tile_use;
-  Parts parts(memory);
-  const Scratch<E> scratch(call, parts);
+  const InMemory<Scratch<E>> scratch(call, memory);
   const int64_t tokens = call.out_height * call.out_width, first = run.begin, rows = run.end - first;
   const int64_t channels = call.linear.outputs, class_tokens = call.class_token != nullptr;
   T* out = static_cast<T*>(call.out) + run.image * (class_tokens + tokens) * channels;
   if (first == 0 && class_tokens) {
-    for_vectors<kLanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      store(out + c, load(call.class_token + c, lanes), lanes);
-    });
+    fill(out, channels, [&](int64_t c, auto lanes) LAMBDA_INLINE { return load(call.class_token + c, lanes); });
   }
   out += (class_tokens + first) * channels;
   const bool is_copied = !are_adjacent<T>(call);

@@ -3,8 +3,6 @@
 // The tokens of an image are the LayerNorm of its convolution, after a class token or none.
 #pragma once
 
-#include <cstdint>
-
 #include "linear/cpu_loops.h"
 
 namespace cvt_kernels::conv_embedding {
@@ -32,6 +30,6 @@ struct Kernels {
   Loop<Embedding, const Run&> embed;
 };
 
-DECLARE_PRODUCT_TABLES;
+DECLARE_TABLES;
 
 }  // namespace cvt_kernels::conv_embedding

@@ -7,15 +7,11 @@
 namespace cvt_kernels::conv_embedding {
 namespace {
 
-constexpr int64_t kCopyBytes = 16 << 20;  // of images with adjacent channels, if images are small
-
 // Serves some images.
 void serve(const Kernels& loops, DType dtype, Embedding& call) {
   const int64_t arranged = call.pixels == nullptr ? 0 : call.images * call.height;
-  const std::vector<Run> runs = cut_tokens(call.images, call.out_height * call.out_width);
-  call.tile_rows = longest(runs);
   for_steps({{arranged, 0, [&](int64_t row, int64_t, char*) { loops.arrange(dtype, call, row); }},
-             over(runs, loops.embed, dtype, call)});
+             over(cut_tokens(call.images, call.out_height * call.out_width), call.tile_rows, loops.embed, dtype, call)});
 }
 
 Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const Tensor& bias, const Tensor& norm_weight,
@@ -53,15 +49,13 @@ Tensor conv_embedding_inference(const Tensor& image, const Tensor& packed, const
   product("image", {pixels, inputs});
   const Tensor out = empty({image.size(0), tokens, channels}, image.scalar_type(), image);
   const int64_t bytes = loops.pixel_bytes(dtype, call), element = image.element_size();
-  const int64_t most = bytes == 0 ? image.size(0) : std::max(kCopyBytes / bytes, threads());
-  const Workspace copy(std::min(image.size(0), most) * bytes);
-  if (bytes > 0) call.pixels = copy.data();
-  for (int64_t first = 0; first < image.size(0); first += most) {
-    call.images = std::min(most, image.size(0) - first);
+  for_images(image.size(0), bytes, threads(), [&](int64_t first, int64_t count, char* copy) {
+    call.images = count;
     call.image = static_cast<const char*>(image.const_data_ptr()) + first * call.image_step * element;
+    call.pixels = bytes > 0 ? copy : nullptr;
     call.out = static_cast<char*>(out.mutable_data_ptr()) + first * tokens * channels * element;
     serve(loops, dtype, call);
-  }
+  });
   return out;
 }
 

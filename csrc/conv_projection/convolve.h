@@ -4,9 +4,6 @@
 // pixels lie at constant distances.
 #pragma once
 
-#include <type_traits>
-#include <utility>
-
 #include "common/vector.h"
 #include "conv_projection/cpu_loops.h"
 
@@ -157,7 +154,8 @@ VECTOR_INLINE void with_shape(const Branch& branch, F f) {
 }
 
 // The number of channels of the block that begins at `first`.
-[[maybe_unused]] inline int64_t block_size(const Projection& call, int64_t first) {
+template <class Call>
+int64_t block_size(const Call& call, int64_t first) {
   return call.channels - first < call.block ? call.channels - first : call.block;
 }
 

@@ -24,19 +24,14 @@ void project_band(const Projection& call, int64_t first, int64_t image, int64_t 
     return static_cast<T*>(branch.out) + (image * tokens + token) * call.channels + first;
   };
 
-  int64_t begin = call.height, end = 0;
+  Reach read{call.height, 0};
   for (const Branch* b = call.branches; b < call.branches + call.count; b++) {
     if (b->summands == 0) continue;
     if (band == 0 && call.class_tokens) std::memcpy(out_of(*b, 0), x, size * sizeof(T));
-    const int64_t top = rows_of(*b, band), bottom = rows_of(*b, band + 1);
-    if (top == bottom) continue;
-    const Reach reach = reach_of(b, b->summands);
-    const int64_t low = top * b->stride + reach.first, high = (bottom - 1) * b->stride + reach.end;
-    begin = low < begin ? low : begin;
-    end = high > end ? high : end;
+    widen(read, b, b->summands, rows_of(*b, band), rows_of(*b, band + 1));
   }
 
-  for (int64_t row = begin; row < end; row++) {
+  for (int64_t row = read.first; row < read.end; row++) {
     if (row >= 0 && row < call.height) read_row<T>(call, first, image, row, ring);
     const A* weights = packed;
     for (const Branch* b = call.branches; b < call.branches + call.count; b++) {
@@ -165,6 +160,7 @@ void convolve_row(const Unit<T, Q>& unit, int64_t b, const A* packed, int64_t to
   });
 }
 
+void none(int64_t) {}
 int64_t two(const Branch&) { return 2; }
 int64_t taps_of(const Branch& branch) { return branch.kernel * branch.kernel; }
 
@@ -189,7 +185,6 @@ void statistics_of(const Unit<T, double>& unit) {
   using A = Accumulator<T>;
   using F = Vector<A>;
   constexpr int L = F::lanes;
-  const auto none = [](int64_t) {};
   walk<T>(unit, two, none, [&](int64_t b, const A* packed, int64_t quantity, int64_t to) {
     const A* rows[kMaxKernel];
     convolve_row<T>(unit, b, packed, to, rows);
@@ -226,7 +221,6 @@ template <class T, class A = Accumulator<T>>
 void sums_of(const Unit<T, A>& unit) {
   using F = Vector<A>;
   constexpr int L = F::lanes;
-  const auto none = [](int64_t) {};
   walk<T>(unit, two, none, [&](int64_t b, const A* packed, int64_t quantity, int64_t to) {
     const int64_t width = unit.forward().branches[b].width, padded = unit.padded(), pitch = unit.forward().channels;
     const T* dout = unit.dout(b, to);
@@ -393,7 +387,7 @@ void gradients_of(const Unit<T, A>& unit) {
 
 // Serves units by f, with the blocks of channels outermost: a block's weights serve all images.
 template <class T, class Q>
-void serve_units(const Training& call, int64_t begin, int64_t end, void* scratch, void (*f)(const Unit<T, Q>&)) {
+void serve_units(void (*f)(const Unit<T, Q>&), const Training& call, int64_t begin, int64_t end, void* scratch) {
   using A = Accumulator<T>;
   const Projection& forward = call.forward;
   Q* sums = static_cast<Q*>(scratch);
@@ -414,23 +408,12 @@ void serve_units(const Training& call, int64_t begin, int64_t end, void* scratch
   }
 }
 
-template <class T>
-void statistics(const Training& call, int64_t begin, int64_t end, void* scratch) {
-  serve_units<T, double>(call, begin, end, scratch, statistics_of<T>);
-}
-
-template <class T>
-void sums(const Training& call, int64_t begin, int64_t end, void* scratch) {
-  serve_units<T, Accumulator<T>>(call, begin, end, scratch, sums_of<T>);
-}
-
-template <class T>
-void gradients(const Training& call, int64_t begin, int64_t end, void* scratch) {
-  serve_units<T, Accumulator<T>>(call, begin, end, scratch, gradients_of<T>);
-}
+// Functions of the table that serve units by a template for the type of a call.
+#define BY_UNIT(function) \
+  [](DType dtype, auto... given) { with_type(dtype, [&](auto type) { serve_units(function<decltype(type)>, given...); }); }
 
 }  // namespace
 
-const Kernels KERNELS{BY_TYPE(project_units), BY_TYPE(statistics), BY_TYPE(sums), BY_TYPE(gradients)};
+const Kernels KERNELS{BY_TYPE(project_units), BY_UNIT(statistics_of), BY_UNIT(sums_of), BY_UNIT(gradients_of)};
 
 }  // namespace cvt_kernels::conv_projection

@@ -4,8 +4,6 @@
 // adjacent values each: a class token or none, then the pixels of an image row by row.
 #pragma once
 
-#include <cstdint>
-
 #include "common/instruction_sets.h"
 
 namespace cvt_kernels::conv_projection {
@@ -30,10 +28,7 @@ struct Branch {
   int64_t summands = 1;
 };
 
-struct Projection {
-  const void* x;
-  int64_t batch_stride, token_stride;
-  int64_t batch, class_tokens, height, width, channels;
+struct Projection : Tokens {
   const Branch* branches = nullptr;
   int64_t count = 0;
   // The work is cut into blocks(channels) · batch · bands units. A block's rows of x are held as accumulators, as many as
@@ -57,6 +52,14 @@ KERNEL_INLINE Reach reach_of(const Branch* branches, int64_t count) {
     if (branch == branches || end > reach.end) reach.end = end;
   }
   return reach;
+}
+
+// Widens some rows of x to hold those that the rows of output of some branches from `top` to before `bottom` read.
+KERNEL_INLINE void widen(Reach& rows, const Branch* branches, int64_t count, int64_t top, int64_t bottom) {
+  if (top == bottom) return;
+  const Reach reach = reach_of(branches, count);
+  const int64_t first = top * branches->stride + reach.first, end = (bottom - 1) * branches->stride + reach.end;
+  rows = {first < rows.first ? first : rows.first, end > rows.end ? end : rows.end};
 }
 
 KERNEL_INLINE int64_t row_size(const Projection& call) { return (call.width + 2 * call.margin) * call.block; }
@@ -107,6 +110,6 @@ struct Kernels {
   void (*gradients)(DType, const Training&, int64_t begin, int64_t end, void* scratch);
 };
 
-DECLARE_KERNEL_TABLES;
+DECLARE_TABLES;
 
 }  // namespace cvt_kernels::conv_projection

@@ -3,10 +3,7 @@
 // Results do not depend on the number of threads: every output is a sum of its own, in one order, and the images' sums
 // are added in order.
 
-#include <algorithm>
-#include <cmath>
 #include <tuple>
-#include <vector>
 
 #include "common/cpu.h"
 #include "common/tensors.h"
@@ -41,23 +38,10 @@ void plan(Projection& call, int64_t bytes, int64_t row_bytes = kRowBytes, int64_
 // A call on x (batch, tokens, channels), and all that it points to.
 struct Arguments {
   Arguments(const Tensor& input, int64_t height, int64_t width)
-      : x(with_adjacent_channels("x", input)), dtype(dtype_of("x", x)) {
-    const int64_t class_tokens = class_tokens_of(x, height, width);
-    call = {
-        .x = x.const_data_ptr(),
-        .batch_stride = x.stride(0),
-        .token_stride = x.stride(1),
-        .batch = x.size(0),
-        .class_tokens = class_tokens,
-        .height = height,
-        .width = width,
-        .channels = x.size(2),
-    };
-  }
+      : x(with_adjacent_channels("x", input)), dtype(dtype_of("x", x)), call{cvt_kernels::tokens_of(x, height, width)} {}
 
   // Appends a branch without BatchNorm for each weight, with Branch::summands, or each an output of its own.
-  void add_branches(const std::vector<Tensor>& weights, const std::vector<int64_t>& geometry,
-                    const std::vector<int64_t>& summands = {}) {
+  void add_branches(const Tensors& weights, const Numbers& geometry, const Numbers& summands = {}) {
     expect_count("geometry", geometry, 3 * weights.size());
     if (!summands.empty()) expect_count("summands", summands, weights.size());
     for (size_t i = 0; i < weights.size(); i++) {
@@ -67,6 +51,13 @@ struct Arguments {
     check_sums();
     call.branches = branches.data();
     call.count = static_cast<int64_t>(branches.size());
+  }
+
+  // The same, of training, cut into units.
+  void train_on(const Tensors& weights, const Numbers& geometry, const Numbers& summands = {}) {
+    expect(x.size(0) > 0, "x", x, "at least one image");
+    add_branches(weights, geometry, summands);
+    plan(call, accumulator_bytes(x), kTrainingRowBytes, kTrainingUnits);
   }
 
   const void* keep(const char* name, const Tensor& tensor) {
@@ -104,7 +95,7 @@ struct Arguments {
   const DType dtype;
   Projection call;
   std::vector<Branch> branches;
-  std::vector<Tensor> alive;
+  Tensors alive;
 
  private:
   void check_sums() const {
@@ -142,18 +133,16 @@ struct Arguments {
   }
 };
 
-std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t height, int64_t width,
-                                              const std::vector<Tensor>& weights,
-                                              const std::vector<Optional>& norms,
-                                              const std::vector<int64_t>& geometry, const std::vector<double>& eps,
-                                              const std::vector<int64_t>& summands) {
+Tensors conv_projection_inference(const Tensor& input, int64_t height, int64_t width, const Tensors& weights,
+                                  const std::vector<Optional>& norms, const Numbers& geometry,
+                                  const std::vector<double>& eps, const Numbers& summands) {
   const size_t count = weights.size();
   expect_count("norms", norms, 4 * count);
   expect_count("eps", eps, count);
   Arguments arguments(input, height, width);
   arguments.add_branches(weights, geometry, summands);
   Projection& call = arguments.call;
-  std::vector<Tensor> outs;
+  Tensors outs;
   for (size_t i = 0; i < count; i++) {
     const Optional* norm = &norms[4 * i];
     const ScalarType type = (norm[2].has_value() ? *norm[2] : arguments.x).scalar_type();
@@ -166,8 +155,8 @@ std::vector<Tensor> conv_projection_inference(const Tensor& input, int64_t heigh
   const int64_t bytes = accumulator_bytes(arguments.x);
   plan(call, bytes);
   if (call.batch == 0) return outs;
-  parallel_for_with_scratch(arguments.blocks() * call.batch * call.bands, 1, scratch_size(call, 1) * bytes,
-                            [&](int64_t begin, int64_t end, void* scratch) {
+  const int64_t units = arguments.blocks() * call.batch * call.bands;
+  parallel_for_with_scratch(units, 1, scratch_size(call, 1) * bytes, [&](int64_t begin, int64_t end, void* scratch) {
     choose(KERNEL_TABLES)->project(arguments.dtype, call, begin, end, scratch);
   });
   return outs;
@@ -185,37 +174,22 @@ std::vector<Q> sum_images(const Arguments& arguments, Training call, int64_t qua
   const int64_t bytes =
       quantities * call.forward.block * static_cast<int64_t>(sizeof(Q)) +
       scratch_size(call.forward, 2) * accumulator_bytes(arguments.x);
-  parallel_for_with_scratch(arguments.blocks() * call.forward.batch, 1, bytes,
-                            [&](int64_t begin, int64_t end, void* scratch) {
+  const int64_t units = arguments.blocks() * call.forward.batch;
+  parallel_for_with_scratch(units, 1, bytes, [&](int64_t begin, int64_t end, void* scratch) {
     serve(arguments.dtype, call, begin, end, scratch);
   });
   return sums;
 }
 
-// The same, of sums that are accumulators A. Returns the totals over the images.
-template <class A, class Loops>
-std::vector<double> total(const Arguments& arguments, const Training& call, int64_t quantities, Loops serve) {
-  const std::vector<A> sums = sum_images<A>(arguments, call, quantities, serve);
-  const int64_t size = quantities * arguments.call.channels;
-  std::vector<double> totals(size);
-  for (int64_t image = 0; image < arguments.call.batch; image++) {
-    for (int64_t i = 0; i < size; i++) totals[i] += sums[image * size + i];
-  }
-  return totals;
-}
-
-std::tuple<std::vector<Tensor>, std::vector<Tensor>> conv_projection_moments(
-    const Tensor& input, int64_t height, int64_t width, const std::vector<Tensor>& weights,
-    const std::vector<int64_t>& geometry) {
+std::tuple<Tensors, Tensors> conv_projection_moments(const Tensor& input, int64_t height, int64_t width,
+                                                     const Tensors& weights, const Numbers& geometry) {
   Arguments arguments(input, height, width);
   const Tensor& x = arguments.x;
-  expect(x.size(0) > 0, "x", x, "at least one image");
-  arguments.add_branches(weights, geometry);
-  Projection& call = arguments.call;
-  plan(call, accumulator_bytes(x), kTrainingRowBytes, kTrainingUnits);
+  arguments.train_on(weights, geometry);
+  const Projection& call = arguments.call;
   const int64_t quantities = 2 * call.count;
   const std::vector<double> of_images = sum_images<double>(arguments, {}, quantities, choose(KERNEL_TABLES)->statistics);
-  std::vector<Tensor> means, variances;
+  Tensors means, variances;
   for (int64_t b = 0; b < call.count; b++) {
     const double images = static_cast<double>(call.batch);
     const double pixels = static_cast<double>(call.branches[b].height * call.branches[b].width);
@@ -243,18 +217,19 @@ std::tuple<std::vector<Tensor>, std::vector<Tensor>> conv_projection_moments(
 }
 
 // Of x, and for each branch of its weight, scale and shift.
-using Gradients = std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, std::vector<Tensor>>;
+using Gradients = std::tuple<Tensor, Tensors, Tensors, Tensors>;
 
 template <class A>
-Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& douts,
-                            const std::vector<Optional>& norms, const std::vector<int64_t>& constant) {
+Gradients compute_gradients(Arguments& arguments, const Tensors& douts, const std::vector<Optional>& norms,
+                            const Numbers& constant) {
   const Projection& call = arguments.call;
   const Tensor& x = arguments.x;
   const int64_t channels = call.channels;
   std::vector<BranchGradient> gradients(call.count);
   Training training{.forward = {}, .gradients = gradients.data(), .dx = nullptr, .sums = nullptr, .quantities = 0};
   for (int64_t b = 0; b < call.count; b++) gradients[b].dout = arguments.keep("douts", douts[b]);
-  const std::vector<double> sums = total<A>(arguments, training, 2 * call.count, choose(KERNEL_TABLES)->sums);
+  const std::vector<A> of_images = sum_images<A>(arguments, training, 2 * call.count, choose(KERNEL_TABLES)->sums);
+  const std::vector<double> sums = totals_of(of_images, call.batch, 2 * call.count * channels);
 
   Gradients result;
   auto& [dx, dweights, dscales, dshifts] = result;
@@ -285,7 +260,8 @@ Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& dou
 
   dx = empty({call.batch, x.size(1), channels}, x.scalar_type(), x);
   training.dx = dx.mutable_data_ptr();
-  const std::vector<double> dtaps = total<A>(arguments, training, taps, choose(KERNEL_TABLES)->gradients);
+  const std::vector<A> of_taps = sum_images<A>(arguments, training, taps, choose(KERNEL_TABLES)->gradients);
+  const std::vector<double> dtaps = totals_of(of_taps, call.batch, taps * channels);
   const double* first = dtaps.data();
   for (const Branch& branch : arguments.branches) {
     const int64_t kernel = branch.kernel, size = kernel * kernel;
@@ -297,10 +273,9 @@ Gradients compute_gradients(Arguments& arguments, const std::vector<Tensor>& dou
   return result;
 }
 
-Gradients conv_projection_gradients(const std::vector<Tensor>& douts, const Tensor& input, int64_t height, int64_t width,
-                                    const std::vector<Tensor>& weights, const std::vector<Optional>& norms,
-                                    const std::vector<int64_t>& geometry, const std::vector<double>& eps,
-                                    const std::vector<int64_t>& constant, const std::vector<int64_t>& summands) {
+Gradients conv_projection_gradients(const Tensors& douts, const Tensor& input, int64_t height, int64_t width,
+                                    const Tensors& weights, const std::vector<Optional>& norms, const Numbers& geometry,
+                                    const std::vector<double>& eps, const Numbers& constant, const Numbers& summands) {
   const size_t count = weights.size();
   expect_count("douts", douts, count);
   expect_count("norms", norms, 3 * count);
@@ -308,8 +283,7 @@ Gradients conv_projection_gradients(const std::vector<Tensor>& douts, const Tens
   expect_count("constant", constant, count);
   Arguments arguments(input, height, width);
   const Tensor& x = arguments.x;
-  expect(x.size(0) > 0, "x", x, "at least one image");
-  arguments.add_branches(weights, geometry, summands);
+  arguments.train_on(weights, geometry, summands);
   const ScalarType accumulator = accumulator_of(x);
   for (size_t i = 0; i < count; i++) {
     const Optional* norm = &norms[3 * i];
@@ -317,7 +291,6 @@ Gradients conv_projection_gradients(const std::vector<Tensor>& douts, const Tens
     expect_sizes("douts", douts[i], {x.size(0), arguments.tokens_of(branch), x.size(2)}, x.scalar_type(), x,
                  "of the shape of the output");
   }
-  plan(arguments.call, accumulator_bytes(x), kTrainingRowBytes, kTrainingUnits);
   return accumulator == ScalarType::Double ? compute_gradients<double>(arguments, douts, norms, constant)
                                            : compute_gradients<float>(arguments, douts, norms, constant);
 }

@@ -86,23 +86,29 @@ struct Products {
   const float* at(int side, int tap_y, int tap_x) const { return rows[side + 1] + ((tap_y + 1) * 3 + tap_x + 1) * stride; }
 };
 
-// Sums the taps and the neighbors of the phases `first` to `last` over rows, for each tap over columns.
+// Sums the taps and the neighbors of the phases `first` to `last` along a side, beyond whose ends there may be none.
+template <int first, int last, bool is_start, bool is_end, class G>
+VECTOR_INLINE void blend(F (&sums)[kScale], float bias, G pixel) {
+  unroll<kScale>([&](auto phase) LAMBDA_INLINE { sums[phase] = F(bias); });
+  unroll<9>([&](auto i) LAMBDA_INLINE {
+    constexpr int tap = i / 3 - 1, side = i % 3 - 1;
+    const F x = pixel(tap, side);
+    unroll<kScale>([&](auto phase) LAMBDA_INLINE {
+      constexpr bool is_outside = (is_start && phase + tap < 0) || (is_end && phase + tap >= kScale);
+      constexpr float weight = weight_of(phase, tap, side);
+      if constexpr (phase >= first && phase <= last && !is_outside && weight != 0) sums[phase] = x * F(weight) + sums[phase];
+    });
+  });
+}
+
+// The same over rows, for each tap over columns.
 template <int first, int last, bool is_top, bool is_bottom>
 void blend_rows(const Products& products, const Strides& strides, float* blended) {
   for (int64_t j = 0; j < padded(strides.columns); j += kLanes) {
     unroll<3>([&](auto tap_x) LAMBDA_INLINE {
       F sums[kScale];
-      unroll<kScale>([&](auto phase) LAMBDA_INLINE { sums[phase] = F(0.0f); });
-      unroll<9>([&](auto i) LAMBDA_INLINE {
-        constexpr int tap_y = i / 3 - 1, side = i % 3 - 1;
-        const F x = load(products.at(side, tap_y, tap_x - 1) + j, Whole{});
-        unroll<kScale>([&](auto phase) LAMBDA_INLINE {
-          constexpr bool is_outside = (is_top && phase + tap_y < 0) || (is_bottom && phase + tap_y >= kScale);
-          constexpr float weight = weight_of(phase, tap_y, side);
-          if constexpr (phase >= first && phase <= last && !is_outside && weight != 0) {
-            sums[phase] = x * F(weight) + sums[phase];
-          }
-        });
+      blend<first, last, is_top, is_bottom>(sums, 0.0f, [&](int tap_y, int side) LAMBDA_INLINE {
+        return load(products.at(side, tap_y, tap_x - 1) + j, Whole{});
       });
       unroll<kScale>([&](auto phase) LAMBDA_INLINE {
         if constexpr (phase >= first && phase <= last) store(blended + (phase * 3 + tap_x) * strides.product + j, sums[phase], Whole{});
@@ -132,14 +138,8 @@ void blend_columns(const float* blended, const Strides& strides, int64_t width, 
     float* to = hidden + y * kScale * strides.hidden + kLanes;
     for (int64_t j = 0; j < strides.sums; j += kLanes) {
       F sums[kScale];
-      unroll<kScale>([&](auto phase) LAMBDA_INLINE { sums[phase] = F(bias); });
-      unroll<9>([&](auto i) LAMBDA_INLINE {
-        constexpr int tap_x = i / 3 - 1, side = i % 3 - 1;
-        const F x = load(rows + (tap_x + 1) * strides.product + j + 1 + side, Whole{});
-        unroll<kScale>([&](auto phase) LAMBDA_INLINE {
-          constexpr float weight = weight_of(phase, tap_x, side);
-          if constexpr (weight != 0) sums[phase] = x * F(weight) + sums[phase];
-        });
+      blend<0, kScale - 1, false, false>(sums, bias, [&](int tap_x, int side) LAMBDA_INLINE {
+        return load(rows + (tap_x + 1) * strides.product + j + 1 + side, Whole{});
       });
       unroll<kScale>([&](auto phase) LAMBDA_INLINE {
         store(to + phase * strides.hidden + j, at_least(sums[phase], F(0.0f)), Whole{});
@@ -190,8 +190,7 @@ void run_channel(const Head& head, int64_t c, int64_t row, int64_t rows, const P
 
 template <class T>
 void estimate_run(const Head& head, const Run& run, void* memory) {
-  Parts parts(memory);
-  const Scratch scratch(head, parts);
+  const InMemory<Scratch> scratch(head, memory);
   const Strides strides(head.width);
   const int64_t rows = run.end - run.begin, width = head.width, height = head.height, inputs = head.inputs;
   const int64_t before = at_least(run.begin - 2, int64_t{0}), behind = at_most(run.end + 2, height);

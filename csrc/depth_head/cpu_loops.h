@@ -4,8 +4,6 @@
 // sigmoid is the depth.
 #pragma once
 
-#include <cstdint>
-
 #include "linear/cpu_loops.h"
 
 namespace cvt_kernels::depth_head {
@@ -21,8 +19,8 @@ struct Head {
   int64_t channels;
   const float* last;  // (channels, kTaps), by the last convolution
   float last_bias, max_depth;
-  int64_t rows;  // the most of a run
-  void* out;     // (images, kScale height, kScale width)
+  void* out;         // (images, kScale height, kScale width)
+  int64_t rows = 0;  // the most of a run
 };
 
 // The loops, compiled for one instruction set. They serve all dtypes but float64.
@@ -30,6 +28,6 @@ struct Kernels {
   Loop<Head, const Run&> estimate;  // the depths of some rows of the map
 };
 
-DECLARE_PRODUCT_TABLES;
+DECLARE_TABLES;
 
 }  // namespace cvt_kernels::depth_head

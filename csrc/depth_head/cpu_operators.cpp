@@ -28,8 +28,7 @@ Tensor depth_head_packed(const Tensor& given, const Tensor& taps, const Tensor& 
   const int64_t images = x.size(0), inputs = x.size(1), height = x.size(2), width = x.size(3), channels = bias.size(0);
   product("result", {images, kScale * height, kScale * width});
   const Tensor out = empty({images, kScale * height, kScale * width}, x.scalar_type(), x);
-  const std::vector<Run> runs = cut(images, height, kFewestRows, kMostRows);
-  const Head head{
+  Head head{
       .data = x.const_data_ptr(),
       .inputs = inputs,
       .height = height,
@@ -40,10 +39,9 @@ Tensor depth_head_packed(const Tensor& given, const Tensor& taps, const Tensor& 
       .last = floats_of("last", last, {channels, kTaps}),
       .last_bias = static_cast<float>(last_bias),
       .max_depth = static_cast<float>(max_depth),
-      .rows = longest(runs),
       .out = out.mutable_data_ptr(),
   };
-  for_steps({over(runs, loops.estimate, dtype, head)}, false);
+  for_steps({over(cut(images, height, kFewestRows, kMostRows), head.rows, loops.estimate, dtype, head)}, false);
   return out;
 }
 

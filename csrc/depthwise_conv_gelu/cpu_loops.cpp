@@ -11,10 +11,7 @@
 namespace cvt_kernels::depthwise_conv_gelu {
 namespace {
 
-// The number of channels of the block that begins at `first`.
-int64_t block_size(const Convolution& conv, int64_t first) {
-  return conv.channels - first < conv.block ? conv.channels - first : conv.block;
-}
+using conv_projection::block_size;
 
 // The rows of x under a row of outputs, from the channel `first` on.
 template <class T>
@@ -28,13 +25,6 @@ int64_t offset_of(const Convolution& conv, int64_t first, int64_t image, int64_t
   return (image * conv.height + row) * conv.width * conv.channels + first;
 }
 
-template <class T, class A = Accumulator<T>>
-void pack_block(const Convolution& conv, int64_t first, A* packed) {
-  const T* bias = static_cast<const T*>(conv.bias);
-  pack(static_cast<const T*>(conv.weight) + first * 9, bias == nullptr ? nullptr : bias + first, block_size(conv, first),
-       packed);
-}
-
 template <class T, Activation activation, class A = Accumulator<T>>
 void forward_units(const Forward& call, int64_t begin, int64_t end, void* memory) {
   A* packed = static_cast<A*>(memory);
@@ -42,7 +32,7 @@ void forward_units(const Forward& call, int64_t begin, int64_t end, void* memory
   const int64_t rows = conv.batch * conv.height;
   for (int64_t unit = begin; unit < end; unit++) {
     const int64_t first = unit / rows * conv.block, image = unit % rows / conv.height, row = unit % conv.height;
-    if (unit == begin || unit % rows == 0) pack_block<T>(conv, first, packed);
+    if (unit == begin || unit % rows == 0) pack<T>(conv.weight, conv.bias, first, block_size(conv, first), packed);
     convolve_row<activation>(rows_under<T>(conv, first, image, row), block_size(conv, first), packed,
                              static_cast<T*>(call.out) + offset_of(conv, first, image, row), conv.channels);
   }
@@ -133,7 +123,7 @@ void serve(const Unit<T>& unit) {
 // Packs the parameters of a unit's block.
 template <class T, class A = Accumulator<T>>
 void pack_both(const Unit<T>& unit) {
-  pack_block<T>(unit.call.conv, unit.first, unit.packed);
+  pack<T>(unit.call.conv.weight, unit.call.conv.bias, unit.first, unit.size(), unit.packed);
   for (int64_t c = 0; c < unit.size(); c += kLanes<T>) {
     const A* from = unit.packed + c * kParameters;
     A* to = unit.reversed + c * kParameters;

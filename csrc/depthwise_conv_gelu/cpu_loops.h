@@ -3,8 +3,6 @@
 // Activations are tokens, the pixels of images row by row, `channels` adjacent values each; all is in the type of the call.
 #pragma once
 
-#include <cstdint>
-
 #include "common/instruction_sets.h"
 #include "layer_norm_gelu/activation.h"
 
@@ -15,10 +13,7 @@ using layer_norm_gelu::Activation;
 constexpr int64_t kChannelStep = 16;  // a multiple of the lanes of every instruction set
 constexpr int64_t kParameters = 10;   // of a channel: nine taps and the bias
 
-struct Convolution {
-  const void* x;
-  int64_t batch_stride, token_stride;
-  int64_t batch, height, width, channels;
+struct Convolution : Tokens {
   const void* weight;  // (channels, 3, 3)
   const void* bias;    // (channels), or null for 0
   int64_t block;       // channels that a unit of the work serves, a multiple of kChannelStep
@@ -54,6 +49,6 @@ struct Kernels {
   void (*backward)(DType, Activation, const Backward&, int64_t begin, int64_t end, void* scratch);
 };
 
-DECLARE_KERNEL_TABLES;
+DECLARE_TABLES;
 
 }  // namespace cvt_kernels::depthwise_conv_gelu

@@ -3,14 +3,7 @@
 // Results do not depend on the number of threads: every output is a sum of its own, in one order, and the gradients of the
 // parameters are sums over bands of rows, which depend on the shape alone, added in their order.
 
-#include <algorithm>
-#include <optional>
-#include <string>
-#include <tuple>
-#include <vector>
-
 #include "common/cpu.h"
-#include "common/tensors.h"
 #include "depthwise_conv_gelu/cpu_loops.h"
 #include "layer_norm_gelu/operators.h"
 
@@ -28,8 +21,8 @@ struct Arguments {
   Arguments(const Tensor& input, int64_t height, int64_t width, const Tensor& kernel, const Optional& shift,
             int64_t units = 1)
       : x(with_adjacent_channels("x", input)), dtype(dtype_of("x", x)), weight(made_contiguous("weight", kernel)) {
-    class_tokens_of(x, height, width, 0);
-    const int64_t channels = x.size(2);
+    const Tokens tokens = tokens_of(x, height, width, 0);
+    const int64_t channels = tokens.channels;
     expect_sizes("weight", weight, {channels, 1, 3, 3}, x.scalar_type(), x, "(channels, 1, 3, 3)");
     if (shift.has_value()) {
       expect_sizes("bias", *shift, {channels}, x.scalar_type(), x, "(channels,)");
@@ -38,18 +31,8 @@ struct Arguments {
     const int64_t fitting = std::max(kLeastBlock, kRowBytes / (3 * width * accumulator_bytes(x)));
     const int64_t wanted = std::min(units / std::max<int64_t>(1, x.size(0)), channels / kLeastBlock);
     const int64_t blocks = std::max((channels + fitting - 1) / fitting, wanted);
-    call = {
-        .x = x.const_data_ptr(),
-        .batch_stride = x.stride(0),
-        .token_stride = x.stride(1),
-        .batch = x.size(0),
-        .height = height,
-        .width = width,
-        .channels = channels,
-        .weight = weight.const_data_ptr(),
-        .bias = const_data_of(bias),
-        .block = ((channels + blocks - 1) / blocks + kChannelStep - 1) / kChannelStep * kChannelStep,
-    };
+    const int64_t block = ((channels + blocks - 1) / blocks + kChannelStep - 1) / kChannelStep * kChannelStep;
+    call = {tokens, weight.const_data_ptr(), const_data_of(bias), block};
   }
 
   int64_t blocks() const { return (call.channels + call.block - 1) / call.block; }
@@ -91,12 +74,7 @@ std::tuple<Tensor, Tensor, Tensor> compute_gradients(const Arguments& arguments,
   parallel_for_with_scratch(arguments.blocks() * parts, grain, bytes, [&](int64_t begin, int64_t end, void* scratch) {
     choose(KERNEL_TABLES)->backward(arguments.dtype, activation, call, begin, end, scratch);
   });
-  std::vector<double> totals(size);
-  parallel_for(size, grain_of(parts), [&](int64_t begin, int64_t end) {
-    for (int64_t part = 0; part < parts; part++) {
-      for (int64_t i = begin; i < end; i++) totals[i] += sums[part * size + i];
-    }
-  });
+  const std::vector<double> totals = totals_of(sums, parts, size);
   const double* of_bias = totals.data() + 9 * conv.channels;
   return {dx, gradient_of(arguments.weight, x, [&](int64_t i) { return totals[i % 9 * conv.channels + i / 9]; }),
           gradient_of(arguments.bias, x, [&](int64_t i) { return of_bias[i]; })};

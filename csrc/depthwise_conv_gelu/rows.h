@@ -37,14 +37,15 @@ KERNEL_INLINE int64_t packed_size(int64_t channels) {
   return (channels + kLanes<T> - 1) / kLanes<T> * kPacked<T>;
 }
 
-// Packs weight (channels, 1, 3, 3) and bias (channels), or null for 0. The first of the channels may be any.
+// Packs some channels, from `first` on, of weight (channels, 1, 3, 3) and bias (channels), or null for 0.
 template <class T, class A = Accumulator<T>>
-void pack(const T* weight, const T* bias, int64_t channels, A* out) {
-  for (int64_t c = 0; c < channels; c += kLanes<T>, out += kPacked<T>) {
+void pack(const void* weight, const void* bias, int64_t first, int64_t size, A* out) {
+  for (int64_t c = 0; c < size; c += kLanes<T>, out += kPacked<T>) {
     for (int lane = 0; lane < kLanes<T>; lane++) {
-      const int64_t channel = c + lane < channels ? c + lane : c;
-      for (int tap = 0; tap < 9; tap++) out[tap * kLanes<T> + lane] = load(weight + channel * 9 + tap);
-      out[9 * kLanes<T> + lane] = bias == nullptr ? A(0) : load(bias + channel);
+      const int64_t channel = first + (c + lane < size ? c + lane : c);
+      const T* taps = static_cast<const T*>(weight) + channel * 9;
+      for (int tap = 0; tap < 9; tap++) out[tap * kLanes<T> + lane] = load(taps + tap);
+      out[9 * kLanes<T> + lane] = bias == nullptr ? A(0) : load(static_cast<const T*>(bias) + channel);
     }
   }
 }

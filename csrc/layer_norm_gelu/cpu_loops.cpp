@@ -12,25 +12,21 @@ namespace {
 // The row x, h = x + residual, or x + shift, as accumulators: they lie in `scratch` unless x or h is of that type already.
 template <class T, class A = Accumulator<T>>
 const A* read(const LayerNormForward& call, int64_t offset, [[maybe_unused]] A* scratch) {
+  const int64_t channels = call.channels;
   const T* x = static_cast<const T*>(call.x) + offset;
-  const auto fill = [&](auto* to, auto value) LAMBDA_INLINE {
-    for_vectors<Vector<A>::lanes>(call.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      store(to + c, value(c, lanes), lanes);
-    });
-  };
   if (call.residual != nullptr) {
     const T* residual = static_cast<const T*>(call.residual) + offset;
     T* h = static_cast<T*>(call.h) + offset;
-    fill(h, [&](int64_t c, auto lanes) LAMBDA_INLINE { return load(x + c, lanes) + load(residual + c, lanes); });
+    fill(h, channels, [&](int64_t c, auto lanes) LAMBDA_INLINE { return load(x + c, lanes) + load(residual + c, lanes); });
     x = h;
   }
   if (call.shift != nullptr) {
     const A* shift = static_cast<const A*>(call.shift);
-    fill(scratch, [&](int64_t c, auto lanes) LAMBDA_INLINE { return load(x + c, lanes) + load(shift + c, lanes); });
+    fill(scratch, channels, [&](int64_t c, auto lanes) LAMBDA_INLINE { return load(x + c, lanes) + load(shift + c, lanes); });
   } else if constexpr (std::is_same_v<T, A>) {
     return x;
   } else {
-    fill(scratch, [&](int64_t c, auto lanes) LAMBDA_INLINE { return load(x + c, lanes); });
+    fill(scratch, channels, [&](int64_t c, auto lanes) LAMBDA_INLINE { return load(x + c, lanes); });
   }
   return scratch;
 }
@@ -94,55 +90,51 @@ void layer_norm_backward_rows(const LayerNormBackward& call, int64_t begin, int6
       return (load(scratch + c, lanes) - mean_g - (load(h + c, lanes) - mean) * rstd * mean_gn) * rstd;
     };
     if (call.dh == nullptr) {
-      for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-        store(dx + c, gradient(c, lanes), lanes);
-      });
+      fill(dx, channels, gradient);
     } else {
       const T* dh = static_cast<const T*>(call.dh) + offset;
-      for_vectors<F::lanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-        store(dx + c, gradient(c, lanes) + load(dh + c, lanes), lanes);
-      });
+      fill(dx, channels, [&](int64_t c, auto lanes) LAMBDA_INLINE { return gradient(c, lanes) + load(dh + c, lanes); });
     }
   }
 }
 
 // GELU ------------------------------------------------------------------------------------------------------
 
-// Without a bias, all rows are one.
-template <class T, Activation activation, class A = Accumulator<T>>
-void gelu_rows(const GeluForward& call, int64_t begin, int64_t end) {
-  using F = Vector<A>;
-  const T* x = static_cast<const T*>(call.x) + begin * call.channels;
-  T* out = static_cast<T*>(call.out) + begin * call.channels;
-  const A* bias = static_cast<const A*>(call.bias);
-  const int64_t size = bias == nullptr ? (end - begin) * call.channels : call.channels;
-  for (; begin < end; begin = bias == nullptr ? end : begin + 1, x += size, out += size) {
+// Calls f(i, channel, sum, lanes) for the vectors of x + bias, i being the number of their first element; without a bias,
+// all rows are one.
+template <class T, class Call, class G>
+VECTOR_INLINE void for_sums(const Call& call, int64_t begin, int64_t end, G f) {
+  using F = VectorOf<T>;
+  const T* x = static_cast<const T*>(call.x);
+  const auto* bias = static_cast<const Accumulator<T>*>(call.bias);
+  const int64_t size = bias == nullptr ? (end - begin) * call.channels : call.channels, last = end * call.channels;
+  for (int64_t first = begin * call.channels; first < last; first += size) {
     for_vectors<F::lanes>(size, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      F sum = load(x + c, lanes);
+      F sum = load(x + first + c, lanes);
       if (bias != nullptr) sum = sum + load(bias + c, lanes);
-      store(out + c, activated<T, activation>(sum), lanes);
+      f(first + c, c, sum, lanes);
     });
   }
 }
 
+template <class T, Activation activation>
+void gelu_rows(const GeluForward& call, int64_t begin, int64_t end) {
+  T* out = static_cast<T*>(call.out);
+  for_sums<T>(call, begin, end, [&](int64_t i, int64_t, VectorOf<T> sum, auto lanes) LAMBDA_INLINE {
+    store(out + i, activated<T, activation>(sum), lanes);
+  });
+}
+
 template <class T, Activation activation, class A = Accumulator<T>>
 void gelu_backward_rows(const GeluBackward& call, int64_t begin, int64_t end, void* sums) {
-  using F = Vector<A>;
-  const T* dout = static_cast<const T*>(call.dout) + begin * call.channels;
-  const T* x = static_cast<const T*>(call.x) + begin * call.channels;
-  T* dx = static_cast<T*>(call.dx) + begin * call.channels;
-  const A* bias = static_cast<const A*>(call.bias);
+  const T* dout = static_cast<const T*>(call.dout);
+  T* dx = static_cast<T*>(call.dx);
   A* dbias = static_cast<A*>(sums);
-  const int64_t size = bias == nullptr ? (end - begin) * call.channels : call.channels;
-  for (; begin < end; begin = bias == nullptr ? end : begin + 1, dout += size, x += size, dx += size) {
-    for_vectors<F::lanes>(size, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      F sum = load(x + c, lanes);
-      if (bias != nullptr) sum = sum + load(bias + c, lanes);
-      const F g = load(dout + c, lanes) * derivative<T, activation>(sum);
-      if (bias != nullptr) store(dbias + c, load(dbias + c, lanes) + g, lanes);
-      store(dx + c, g, lanes);
-    });
-  }
+  for_sums<T>(call, begin, end, [&](int64_t i, int64_t c, Vector<A> sum, auto lanes) LAMBDA_INLINE {
+    const Vector<A> g = load(dout + i, lanes) * derivative<T, activation>(sum);
+    if (call.bias != nullptr) store(dbias + c, load(dbias + c, lanes) + g, lanes);
+    store(dx + i, g, lanes);
+  });
 }
 
 }  // namespace

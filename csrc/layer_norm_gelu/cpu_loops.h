@@ -1,58 +1,19 @@
 // The interface of the loops of LayerNorm and GELU on the CPU.
 //
-// Activations are `channels` adjacent values per row. `shift`, `weight`, `bias`, `mean`, `rstd` and the sums are in the
-// accumulator's type (common/half.h); everything else is in the type of the call.
+// `shift`, `weight`, `bias`, `mean`, `rstd` and the sums are in the accumulator's type (common/half.h); everything else is in
+// the type of the call.
 #pragma once
-
-#include <cstdint>
 
 #include "common/instruction_sets.h"
 #include "layer_norm_gelu/activation.h"
+#include "layer_norm_gelu/calls.h"
 
 namespace cvt_kernels::layer_norm_gelu {
 
-struct LayerNormForward {
-  const void* x;
-  const void* residual;  // or null: h = x + residual, else h is x and not written
-  const void* shift;     // or null: added to x; there is no residual then
-  const void* weight;
-  const void* bias;
-  void* h;
-  void* out;
-  void* mean;  // or null, with rstd
-  void* rstd;
-  int64_t rows;
-  double eps;
-  int64_t channels;
-};
-
-struct LayerNormBackward {
-  const void* dout;
-  const void* dh;  // or null: added to dx
-  const void* h;
-  const void* weight;
-  const void* bias;
-  const void* mean;
-  const void* rstd;
-  void* dx;
-  void* dbranch;  // null: a branch has the dtype of its sum
-  int64_t rows, channels;
-};
-
-struct GeluForward {
-  const void* x;
-  const void* bias;  // or null: a row is then one number
-  void* out;
-  int64_t size, channels;
-};
-
-struct GeluBackward {
-  const void* dout;
-  const void* x;
-  const void* bias;  // as above
-  void* dx;
-  int64_t size, channels;
-};
+using LayerNormForward = LayerNormForwardOf<int64_t, double>;
+using LayerNormBackward = LayerNormBackwardOf<int64_t>;
+using GeluForward = GeluForwardOf<int64_t>;  // without a bias, a row is one number
+using GeluBackward = GeluBackwardOf<int64_t>;
 
 // The loops, compiled for one instruction set; each serves the rows from `begin` to `end`.
 struct Kernels {
@@ -66,6 +27,6 @@ struct Kernels {
   void (*gelu_backward)(DType, Activation, const GeluBackward&, int64_t begin, int64_t end, void* sums);
 };
 
-DECLARE_KERNEL_TABLES;
+DECLARE_TABLES;
 
 }  // namespace cvt_kernels::layer_norm_gelu

@@ -3,9 +3,6 @@
 // Results do not depend on the number of threads: rows are independent, and sums over rows are taken in chunks that
 // depend on the shape alone, and added in pairs.
 
-#include <algorithm>
-#include <vector>
-
 #include "common/units.h"
 #include "layer_norm_gelu/cpu_loops.h"
 #include "layer_norm_gelu/operators.h"
@@ -91,23 +88,17 @@ Tensor accumulators(const char* name, const Optional& tensor, const Tensor& x, d
 
 class Cpu {
  public:
-  using LayerNormForward = layer_norm_gelu::LayerNormForward;
-  using LayerNormBackward = layer_norm_gelu::LayerNormBackward;
-  using GeluForward = layer_norm_gelu::GeluForward;
-  using GeluBackward = layer_norm_gelu::GeluBackward;
+  using Count = int64_t;
+  using Real = double;
 
-  struct Parameters {
+  struct Parameters : Given {
     Parameters(const Tensor& x, const Optional& weight, const Optional& bias, bool is_norm, const char* name = "bias")
-        : given{weight, bias} {
-      if (weight.has_value()) check_parameter("weight", *weight, x);
-      if (bias.has_value()) check_parameter(name, *bias, x);
+        : Given(x, weight, bias, name) {
       if (is_norm) weight_ = accumulators("weight", weight, x, 1);
       if (is_norm || bias.has_value()) bias_ = accumulators(name, bias, x, 0);
     }
     const void* weight() const { return const_data_of(weight_); }
     const void* bias() const { return const_data_of(bias_); }
-
-    const Optional given[2];
 
    private:
     Optional weight_, bias_;

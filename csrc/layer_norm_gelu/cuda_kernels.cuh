@@ -7,11 +7,8 @@
 // sum_over_blocks_kernel adds the blocks', again in fixed order. Nothing is atomic: the same bits every time.
 #pragma once
 
-#include <iterator>
 #include <utility>
 
-#include "common/half.h"
-#include "layer_norm_gelu/activation.h"
 #include "layer_norm_gelu/cuda_launches.h"
 
 namespace cvt_kernels::layer_norm_gelu::cuda {
@@ -24,18 +21,22 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 template <int vector, int vectors, bool adds = false>
 constexpr int kBlocksOf = vector == 1 ? 1 : adds && vector * vectors == 32 ? 3 : 4;
 
-// Likewise of LayerNorm's rows of 32 floats in a thread, where GPUs of 48 warps (sm_86, sm_89, sm_120) spill with 4.
+// Whether the GPU holds 48 warps, where LayerNorm's rows of 32 floats in a thread spill with 4 blocks.
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
-template <int vector, int vectors>
-constexpr int kBlocksToNormalize = vectors == 8 ? 3 : kBlocksOf<vector, vectors>;
+constexpr bool kFewWarps = true;
 #else
-template <int vector, int vectors>
-constexpr int kBlocksToNormalize = kBlocksOf<vector, vectors>;
+constexpr bool kFewWarps = false;
 #endif
 
-// Likewise of a LayerNorm with a shift, which for 32 floats comes in as many registers again; some spilled with fewer.
-template <int vector, int vectors>
-constexpr int kBlocksToShift = vectors == 8 ? 2 : kBlocksOf<vector, vectors, true>;
+// What is added to the rows before a LayerNorm.
+enum class Addend { none, residual, shift };
+
+// Likewise of LayerNorm. A shift comes, for 32 floats, in as many registers again; some spilled with more blocks.
+template <int vector, int vectors, Addend addend>
+constexpr int kBlocksToNormalize = vectors == 8 && addend == Addend::shift ? 2
+                                   : vectors == 8 && addend == Addend::none && kFewWarps
+                                       ? 3
+                                       : kBlocksOf<vector, vectors, addend != Addend::none>;
 
 template <int VECTOR, int VECTORS>
 constexpr bool kFitsWarp = fits_warp(VECTOR, VECTORS);
@@ -320,15 +321,13 @@ __device__ __forceinline__ void write_sums(float (&sums)[VECTORS][VECTOR], float
 
 // LayerNorm -------------------------------------------------------------------------------------------------
 
-// What is added to the rows before.
-enum class Addend { none, residual, shift };
-
 // LayerNorm of rows of type T, or of their sums with a residual of type T or with a shift, in two passes over the
 // registers; a thread holds its part of several rows. Where the mean of floats is large and the variance tiny, rounding
 // the mean would cost more than all the rest, so that floats count from the first of their row. Values of 16 bits are too
 // coarse to need it.
 template <class T, Activation activation, int VECTOR, int VECTORS, class Out, Addend ADDEND>
-__device__ __forceinline__ void normalize(const LayerNormForward& call, int lanes_log2) {
+__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksToNormalize<VECTOR, VECTORS, ADDEND>)
+    layer_norm_kernel(LayerNormForward call, int lanes_log2) {
   constexpr bool ADDS = ADDEND == Addend::residual;
   constexpr int ROWS = kRowsOfThread<VECTOR, VECTORS, ADDS>;
   using In = std::conditional_t<ADDS, Out, T>;
@@ -429,24 +428,6 @@ __device__ __forceinline__ void normalize(const LayerNormForward& call, int lane
     mean[row_of(r)] = means[r];
     rstd[row_of(r)] = rstds[r];
   });
-}
-
-template <class T, Activation activation, int VECTOR, int VECTORS, class Out>
-__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksToNormalize<VECTOR, VECTORS>)
-    layer_norm_kernel(LayerNormForward call, int lanes_log2) {
-  normalize<T, activation, VECTOR, VECTORS, Out, Addend::none>(call, lanes_log2);
-}
-
-template <class T, Activation activation, int VECTOR, int VECTORS, class Out>
-__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksOf<VECTOR, VECTORS, true>)
-    add_layer_norm_kernel(LayerNormForward call, int lanes_log2) {
-  normalize<T, activation, VECTOR, VECTORS, Out, Addend::residual>(call, lanes_log2);
-}
-
-template <class T, Activation activation, int VECTOR, int VECTORS, class Out>
-__global__ void __launch_bounds__(kMaxThreadsOf<VECTOR>, kBlocksToShift<VECTOR, VECTORS>)
-    shift_layer_norm_kernel(LayerNormForward call, int lanes_log2) {
-  normalize<T, activation, VECTOR, VECTORS, Out, Addend::shift>(call, lanes_log2);
 }
 
 // With n = normalized h and g = dout · activation'(n · weight + bias): sums of g · n and of g over the rows, and
@@ -719,15 +700,15 @@ void layer_norm(const LayerNormForward& call, Activation activation, DType resul
   with_result<T>(result, activation, [&](auto kind, auto out) {
     with_layout<T>(layout, [&](auto vector, auto vectors) {
       using Out = decltype(out);
-      const auto start = [&](auto kernel) { launch(kernel, blocks, layout.threads, call, log2_of(layout.lanes)); };
+      const auto start = [&](auto addend) {
+        launch(layer_norm_kernel<T, kind.value, vector.value, vectors.value, Out, addend.value>, blocks, layout.threads,
+               call, log2_of(layout.lanes));
+      };
       if (call.residual == nullptr && call.shift == nullptr) {
-        start(layer_norm_kernel<T, kind.value, vector.value, vectors.value, Out>);
+        start(Constant<Addend::none>{});
       } else if constexpr (kind.value == Activation::identity) {
-        if (call.shift != nullptr) {
-          start(shift_layer_norm_kernel<T, kind.value, vector.value, vectors.value, Out>);
-        } else if constexpr (std::is_same_v<T, float> || std::is_same_v<T, Out>) {
-          start(add_layer_norm_kernel<T, kind.value, vector.value, vectors.value, Out>);
-        }
+        if (call.shift != nullptr) start(Constant<Addend::shift>{});
+        else if constexpr (std::is_same_v<T, float> || std::is_same_v<T, Out>) start(Constant<Addend::residual>{});
       }
     });
   });

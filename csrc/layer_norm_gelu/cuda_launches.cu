@@ -21,26 +21,14 @@ const char* run(void* stream, F f) {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
+// A function of the table that launches what a function of cuda_kernels.cuh hands over.
+#define LAUNCHES(function) \
+  [](void* stream, auto... given) { return run(stream, [&](auto launch) { function<TYPE>(given..., launch); }); }
+
 }  // namespace
 
 const Kernels KERNELS{
-    [](const LayerNormForward& call, Activation activation, DType result, const Layout& layout, void* stream) {
-      return run(stream, [&](auto launch) { layer_norm<TYPE>(call, activation, result, layout, launch); });
-    },
-    [](const LayerNormBackward& call, Activation activation, DType result, const Layout& layout, int64_t blocks,
-       void* stream) {
-      return run(stream,
-                 [&](auto launch) { layer_norm_backward<TYPE>(call, activation, result, layout, blocks, launch); });
-    },
-    [](const GeluForward& call, Activation activation, const Layout& layout, void* stream) {
-      return run(stream, [&](auto launch) { gelu<TYPE>(call, activation, layout, launch); });
-    },
-    [](const GeluBackward& call, Activation activation, const Layout& layout, int64_t blocks, void* stream) {
-      return run(stream, [&](auto launch) { gelu_backward<TYPE>(call, activation, layout, blocks, launch); });
-    },
-    [](const SumOverBlocks& call, void* stream) {
-      return run(stream, [&](auto launch) { sum_over_blocks<TYPE>(call, launch); });
-    },
+    LAUNCHES(layer_norm), LAUNCHES(layer_norm_backward), LAUNCHES(gelu), LAUNCHES(gelu_backward), LAUNCHES(sum_over_blocks),
     [](int* count) {
       int device = 0;
       cudaError_t error = cudaGetDevice(&device);

@@ -7,11 +7,11 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstdint>
 #include <iterator>
+#include <span>
 
-#include "common/half.h"
 #include "layer_norm_gelu/activation.h"
+#include "layer_norm_gelu/calls.h"
 
 namespace cvt_kernels::layer_norm_gelu::cuda {
 
@@ -32,61 +32,11 @@ struct Layout {
 };
 
 // A LayerNorm has two types: its rows' (x or h), which names the kernels, and its result's. With a residual,
-// x is of the type of the result: a branch of 16 bits beside a stream of floats, under autocast.
-struct LayerNormForward {
-  const void* x;
-  const void* residual;  // or null: h = x + residual, else h is x and not written
-  const void* shift;     // or null: added to x; there is no residual then, and the result is not activated
-  const void* weight;    // or null
-  const void* bias;      // or null
-  void* h;
-  void* out;
-  void* mean;  // or null, with rstd; floats
-  void* rstd;
-  int64_t rows;
-  float eps;
-  float inverse = 0;  // 1 / channels
-  int channels;
-  bool float_parameters = false;  // weight and bias are float, whatever the type of x
-  bool float_shift = false;
-};
-
-struct LayerNormBackward {
-  const void* dout;  // of the type of the result
-  const void* dh;  // or null: added to dx
-  const void* h;
-  const void* weight;  // or null
-  const void* bias;    // or null; read only if there is an activation
-  const void* mean;    // floats, as rstd
-  const void* rstd;
-  void* dx;
-  void* dbranch;  // dx in the type of the result, where that differs from the rows'; or null
-  float* sums = nullptr;  // (blocks, 2, channels): the parts of dweight and of dbias
-  int rows;
-  float inverse = 0;  // 1 / channels
-  int channels;
-  bool float_parameters = false;
-};
-
-struct GeluForward {
-  const void* x;
-  const void* bias;  // or null
-  void* out;
-  int64_t size;
-  int channels;  // of a row; 0 without a bias
-  bool float_parameters = false;
-};
-
-struct GeluBackward {
-  const void* dout;
-  const void* x;
-  const void* bias;  // or null
-  void* dx;
-  float* sums = nullptr;  // (blocks, channels): the parts of dbias; null without a bias
-  int64_t size;
-  int channels;  // of a row; 0 without a bias
-  bool float_parameters = false;
-};
+// x is of the type of the result: a branch of 16 bits beside a stream of floats, under autocast. mean and rstd are floats.
+using LayerNormForward = LayerNormForwardOf<int, float>;
+using LayerNormBackward = LayerNormBackwardOf<int>;
+using GeluForward = GeluForwardOf<int>;
+using GeluBackward = GeluBackwardOf<int>;
 
 struct SumOverBlocks {
   const float* sums;  // (blocks, parts, channels)
@@ -124,19 +74,19 @@ inline Layout layout_of(DType dtype, int channels, bool aligned, bool sums = fal
   const int vector = !aligned ? 1 : dtype == DType::float32 ? 4 : 8;
   const int needed = channels / vector;
   Layout best{vector, 0, 0, 0};
-  const auto consider = [&](int vectors) {
+  const std::span<const int> counts = vector == 1   ? std::span<const int>(kScalars)
+                                      : vector == 8 ? std::span<const int>(kVectors)
+                                      : sums        ? std::span<const int>(kSumsFloatVectors)
+                                                    : std::span<const int>(kFloatVectors);
+  for (const int vectors : counts) {
     int lanes = 1;
     while (lanes * vectors < needed) lanes *= 2;
-    if (lanes > (vector == 1 ? kMaxThreadsOf<1> : kMaxThreadsOf<8>)) return;
+    if (lanes > (vector == 1 ? kMaxThreadsOf<1> : kMaxThreadsOf<8>)) continue;
     const int size = lanes * vectors, best_size = best.lanes * best.vectors;
     const bool smaller = best.vectors == 0 || size < best_size;
     const bool better = sums ? best.lanes > 32 : lanes >= 8;
     if (smaller || (size == best_size && better)) best = {vector, vectors, lanes, std::max(lanes, 128)};
-  };
-  if (vector == 1) std::for_each(std::begin(kScalars), std::end(kScalars), consider);
-  else if (vector == 8) std::for_each(std::begin(kVectors), std::end(kVectors), consider);
-  else if (sums) std::for_each(std::begin(kSumsFloatVectors), std::end(kSumsFloatVectors), consider);
-  else std::for_each(std::begin(kFloatVectors), std::end(kFloatVectors), consider);
+  }
   return best;
 }
 
@@ -153,12 +103,10 @@ inline int64_t flat_blocks(const Layout& layout, int64_t size) {
   return (size + piece - 1) / piece;
 }
 
-// The number of rows that a block works on at a time.
-inline int rows_of_block(const Layout& layout) { return layout.threads / layout.lanes; }
-
 // The number of blocks that cover all rows at once, with one row of each thread.
 inline int64_t blocks_for(const Layout& layout, int64_t rows) {
-  return (rows + rows_of_block(layout) - 1) / rows_of_block(layout);
+  const int together = layout.threads / layout.lanes;  // the rows that a block works on at a time
+  return (rows + together - 1) / together;
 }
 
 // Likewise in the forward of LayerNorm, with all rows of each thread.
@@ -181,17 +129,15 @@ inline int64_t resident_blocks(const Layout& layout, int64_t rows, int multiproc
 
 // The launches, for one type of elements, on a stream of the current device. Each returns an error, or null.
 struct Kernels {
-  const char* (*layer_norm)(const LayerNormForward&, Activation, DType result, const Layout&, void* stream);
-  const char* (*layer_norm_backward)(const LayerNormBackward&, Activation, DType result, const Layout&, int64_t blocks,
-                                     void* stream);
-  const char* (*gelu)(const GeluForward&, Activation, const Layout&, void* stream);
-  const char* (*gelu_backward)(const GeluBackward&, Activation, const Layout&, int64_t blocks, void* stream);
-  const char* (*sum_over_blocks)(const SumOverBlocks&, void* stream);
+  const char* (*layer_norm)(void* stream, const LayerNormForward&, Activation, DType result, const Layout&);
+  const char* (*layer_norm_backward)(void* stream, const LayerNormBackward&, Activation, DType result, const Layout&,
+                                     int64_t blocks);
+  const char* (*gelu)(void* stream, const GeluForward&, Activation, const Layout&);
+  const char* (*gelu_backward)(void* stream, const GeluBackward&, Activation, const Layout&, int64_t blocks);
+  const char* (*sum_over_blocks)(void* stream, const SumOverBlocks&);
   const char* (*multiprocessors)(int* count);  // of the current device
 };
 
-extern const Kernels kernels_float32;
-extern const Kernels kernels_bfloat16;
-extern const Kernels kernels_float16;
+extern const Kernels kernels_float32, kernels_bfloat16, kernels_float16;
 
 }  // namespace cvt_kernels::layer_norm_gelu::cuda

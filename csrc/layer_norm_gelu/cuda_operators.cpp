@@ -3,9 +3,6 @@
 
 #include <dlfcn.h>
 
-#include <algorithm>
-#include <initializer_list>
-
 #include <torch/csrc/stable/accelerator.h>
 
 #include "layer_norm_gelu/cuda_launches.h"
@@ -17,16 +14,14 @@ namespace {
 using torch::stable::to;
 using GetStream = AOTITorchError (*)(int32_t device, void** stream);
 
-// Finds a function of torch's stable interface that only builds of torch with CUDA have.
-GetStream find_get_stream() {
-  void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
-  void* symbol = library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");
-  STD_TORCH_CHECK(symbol != nullptr, "torch has no aoti_torch_get_current_cuda_stream: is it a build with CUDA?");
-  return reinterpret_cast<GetStream>(symbol);
-}
-
+// Only builds of torch with CUDA have the function of its stable interface that returns it.
 void* current_stream(int32_t device) {
-  static const GetStream get_stream = find_get_stream();
+  static const GetStream get_stream = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    void* symbol = library == nullptr ? nullptr : dlsym(library, "aoti_torch_get_current_cuda_stream");
+    STD_TORCH_CHECK(symbol != nullptr, "torch has no aoti_torch_get_current_cuda_stream: is it a build with CUDA?");
+    return reinterpret_cast<GetStream>(symbol);
+  }();
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(get_stream(device, &stream));
   return stream;
@@ -42,18 +37,14 @@ bool is_aligned(DType dtype, int64_t elements, std::initializer_list<const void*
 // A call on the device of x and its current stream.
 class Gpu {
  public:
-  using LayerNormForward = cuda::LayerNormForward;
-  using LayerNormBackward = cuda::LayerNormBackward;
-  using GeluForward = cuda::GeluForward;
-  using GeluBackward = cuda::GeluBackward;
+  using Count = int;
+  using Real = float;
 
   // Weight and bias, which are contiguous and either both float or both of the type of x.
-  class Parameters {
+  class Parameters : public Given {
    public:
     Parameters(const Tensor& x, const Optional& weight, const Optional& bias, bool, const char* name = "bias")
-        : given{weight, bias} {
-      if (weight.has_value()) check_parameter("weight", *weight, x);
-      if (bias.has_value()) check_parameter(name, *bias, x);
+        : Given(x, weight, bias, name) {
       for (const Optional& each : given) is_float_ |= each.has_value() && each->scalar_type() != x.scalar_type();
       const ScalarType type = is_float_ ? ScalarType::Float : x.scalar_type();
       for (int i = 0; i < 2; i++) {
@@ -64,8 +55,6 @@ class Gpu {
     const void* weight() const { return const_data_of(converted_[0]); }
     const void* bias() const { return const_data_of(converted_[1]); }
     bool is_float() const { return is_float_; }
-
-    const Optional given[2];
 
    private:
     Optional converted_[2];
@@ -98,7 +87,7 @@ class Gpu {
     const bool aligned = is_aligned(
         dtype_, call.channels, {call.x, call.residual, call.shift, call.weight, call.bias, call.h, call.out});
     const DType result = checked_result(dtype, activation, call.residual != nullptr);
-    check(kernels().layer_norm(call, activation, result, layout_of(dtype_, call.channels, aligned), stream_));
+    check(kernels().layer_norm(stream_, call, activation, result, layout_of(dtype_, call.channels, aligned)));
   }
 
   Gradients layer_norm_backward(LayerNormBackward call, const Parameters& parameters, Activation activation,
@@ -112,36 +101,37 @@ class Gpu {
     const int64_t blocks = resident_blocks(layout, call.rows, multiprocessors());
     const Tensor sums = empty({blocks, 2 * call.channels}, ScalarType::Float, h);
     call.sums = static_cast<float*>(sums.mutable_data_ptr());
-    check(kernels().layer_norm_backward(call, activation, result, layout, blocks, stream_));
+    check(kernels().layer_norm_backward(stream_, call, activation, result, layout, blocks));
     return gradients_of(h, sums, parameters, 0);
   }
 
   void gelu(GeluForward call, const Parameters& parameters, Activation activation) const {
     call.float_parameters = parameters.is_float();
-    const bool has_rows = call.bias != nullptr;
-    const bool aligned = is_aligned(dtype_, has_rows ? call.channels : call.size, {call.x, call.bias, call.out});
-    const Layout layout = has_rows ? layout_of(dtype_, call.channels, aligned) : flat_layout(dtype_, aligned, false);
-    check(kernels().gelu(call, activation, layout, stream_));
+    const Layout layout = layout_of_gelu(call, {call.x, call.bias, call.out}, false);
+    check(kernels().gelu(stream_, call, activation, layout));
   }
 
   Gradients gelu_backward(GeluBackward call, const Parameters& parameters, Activation activation, const Tensor& x) const {
     call.float_parameters = parameters.is_float();
-    const bool has_rows = call.bias != nullptr;
-    const bool aligned =
-        is_aligned(dtype_, has_rows ? call.channels : call.size, {call.dout, call.x, call.bias, call.dx});
-    const Layout layout = has_rows ? layout_of(dtype_, call.channels, aligned) : flat_layout(dtype_, aligned, true);
-    if (!has_rows) {
-      check(kernels().gelu_backward(call, activation, layout, flat_blocks(layout, call.size), stream_));
+    const Layout layout = layout_of_gelu(call, {call.dout, call.x, call.bias, call.dx}, true);
+    if (call.bias == nullptr) {
+      check(kernels().gelu_backward(stream_, call, activation, layout, flat_blocks(layout, call.size)));
       return {Tensor(), no_gradient(x)};
     }
     const int64_t blocks = resident_blocks(layout, call.size / call.channels, multiprocessors());
     const Tensor sums = empty({blocks, call.channels}, ScalarType::Float, x);
     call.sums = static_cast<float*>(sums.mutable_data_ptr());
-    check(kernels().gelu_backward(call, activation, layout, blocks, stream_));
+    check(kernels().gelu_backward(stream_, call, activation, layout, blocks));
     return gradients_of(x, sums, parameters, 1);
   }
 
  private:
+  Layout layout_of_gelu(const auto& call, std::initializer_list<const void*> pointers, bool backward) const {
+    const bool has_rows = call.bias != nullptr;
+    const bool aligned = is_aligned(dtype_, has_rows ? call.channels : call.size, pointers);
+    return has_rows ? layout_of(dtype_, call.channels, aligned) : flat_layout(dtype_, aligned, backward);
+  }
+
   // The dtype of a result. Where it is another one than the rows', it is either 16 bits of float32 or float32 of 16 bits;
   // a sum with a residual is then a branch of 16 bits beside a stream of float32.
   DType checked_result(ScalarType type, Activation activation, bool has_branch) const {
@@ -191,7 +181,7 @@ class Gpu {
       call.outs[i - first] = given.has_value() ? gradients[i].mutable_data_ptr() : nullptr;
     }
     if (call.outs[0] == nullptr && call.outs[1] == nullptr) return gradients;
-    check(kernels().sum_over_blocks(call, stream_));
+    check(kernels().sum_over_blocks(stream_, call));
     for (int i = first; i < 2; i++) {
       const Optional& given = parameters.given[i];
       if (given.has_value() && given->scalar_type() != gradients[i].scalar_type()) {

@@ -10,42 +10,37 @@ namespace {
 template <class T>
 constexpr Precision kPrecision = sizeof(T) == 2 ? Precision::half : Precision::full;
 
-// Calls f with the type and the activation as a constant: any, or one of GELU.
-template <bool or_identity = true, class F>
-void with_types(DType dtype, Activation activation, F f) {
-  with_type(dtype, [&](auto type) {
-    with_activation<or_identity>(activation, [&](auto constant) { f(type, constant); });
-  });
-}
-
-// Functions of a table that call a template for both.
+// Functions of a table that call a template for the type and the activation of a call: any, or one of GELU.
 #define BY_ACTIVATION(function) BY_TYPES(true, function)
 #define BY_GELU(function) BY_TYPES(false, function)
-#define BY_TYPES(or_identity, function)                                                    \
-  [](DType dtype, Activation activation, auto... given) {                                  \
-    layer_norm_gelu::with_types<or_identity>(dtype, activation, [&]<class T>(T, auto constant) { \
-      function<T, constant>(given...);                                                     \
-    });                                                                                    \
+#define BY_TYPES(or_identity, function)                                                                       \
+  [](DType dtype, Activation activation, auto... given) {                                                     \
+    with_type(dtype, [&](auto type) {                                                                         \
+      layer_norm_gelu::with_activation<or_identity>(activation, [&](auto constant) {                          \
+        function<decltype(type), constant>(given...);                                                         \
+      });                                                                                                     \
+    });                                                                                                       \
   }
+
+// f of a vector, or of one lane after the other where f takes numbers only, of double.
+template <class T, class F>
+VECTOR_INLINE VectorOf<T> by_lanes(VectorOf<T> x, F f) {
+  if constexpr (std::is_same_v<T, double>) {
+    for (int i = 0; i < x.lanes; i++) x.v[i] = f(x.v[i]);
+    return x;
+  } else {
+    return f(x);
+  }
+}
 
 template <class T, Activation activation>
 VECTOR_INLINE VectorOf<T> activated(VectorOf<T> x) {
-  if constexpr (std::is_same_v<T, double>) {
-    for (int i = 0; i < x.lanes; i++) x.v[i] = activate<activation>(x.v[i]);
-    return x;
-  } else {
-    return activate<activation, kPrecision<T>>(x);
-  }
+  return by_lanes<T>(x, [](auto y) LAMBDA_INLINE { return activate<activation, kPrecision<T>>(y); });
 }
 
 template <class T, Activation activation>
 VECTOR_INLINE VectorOf<T> derivative(VectorOf<T> x) {
-  if constexpr (std::is_same_v<T, double>) {
-    for (int i = 0; i < x.lanes; i++) x.v[i] = activation_derivative<activation>(x.v[i]);
-    return x;
-  } else {
-    return activation_derivative<activation, kPrecision<T>>(x);
-  }
+  return by_lanes<T>(x, [](auto y) LAMBDA_INLINE { return activation_derivative<activation, kPrecision<T>>(y); });
 }
 
 // The variance and the mean of a row: mean = origin + shift, where the origin lies near by. Where the mean is large and

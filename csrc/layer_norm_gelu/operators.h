@@ -2,23 +2,21 @@
 // they make, and their registration. The schemas and what they compute stand in module.cpp.
 //
 // A device (cpu_operators.cpp, cuda_operators.cpp) is a class that is made for one call, from a tensor and its name. It has
-//   the types of the arguments of its loops or kernels, and channels(name, x) in theirs
-//   Parameters(x, weight, bias, is_norm, name of the bias), which checks both and has weight() and bias() as those take them:
+//   Count and Real, the types of the arguments of its loops or kernels (calls.h), and channels(name, x) and rows(rows) as Count
+//   Parameters(x, weight, bias, is_norm, name of the bias), a Given that has weight() and bias() as those take them:
 //     without a tensor, of a LayerNorm what changes nothing where they need it, else null
-//   void layer_norm(LayerNormForward, const Parameters&, const Parameters& shift, Activation, ScalarType result, bool served)
-//   Gradients layer_norm_backward(LayerNormBackward, const Parameters&, Activation, ScalarType result, const Tensor& h)
-//   void gelu(GeluForward, const Parameters&, Activation)
-//   Gradients gelu_backward(GeluBackward, const Parameters&, Activation, const Tensor& x)
+//   void layer_norm(LayerNormForwardOf, const Parameters&, const Parameters& shift, Activation, ScalarType result, bool served)
+//   Gradients layer_norm_backward(LayerNormBackwardOf, const Parameters&, Activation, ScalarType result, const Tensor& h)
+//   void gelu(GeluForwardOf, const Parameters&, Activation)
+//   Gradients gelu_backward(GeluBackwardOf, const Parameters&, Activation, const Tensor& x)
 #pragma once
 
 #include <array>
-#include <optional>
-#include <string>
 #include <tuple>
-#include <utility>
 
 #include "common/tensors.h"
 #include "layer_norm_gelu/activation.h"
+#include "layer_norm_gelu/calls.h"
 
 namespace cvt_kernels::layer_norm_gelu {
 
@@ -30,6 +28,16 @@ struct Normalized {
   Optional h;
   Tensor out;
   Optional mean, rstd;
+};
+
+// A weight and a bias as they come, after a check of both.
+struct Given {
+  Given(const Tensor& x, const Optional& weight, const Optional& bias, const char* name) : given{weight, bias} {
+    if (weight.has_value()) check_parameter("weight", *weight, x);
+    if (bias.has_value()) check_parameter(name, *bias, x);
+  }
+
+  const Optional given[2];
 };
 
 inline Activation activation_of(const std::string& name) {
@@ -67,8 +75,7 @@ Normalized normalize(const Tensor& input, const Optional& residual, const Option
   const Normalized result{made(residual.has_value(), sizes, rows.scalar_type()), empty(sizes, dtype, rows),
                           made(with_statistics, of_rows, accumulator_of(rows)),
                           made(with_statistics, of_rows, accumulator_of(rows))};
-  using Call = typename Device::LayerNormForward;
-  const Call call{
+  const LayerNormForwardOf<typename Device::Count, typename Device::Real> call{
       .x = x.const_data_ptr(),
       .residual = const_data_of(addend),
       .shift = shifts.bias(),
@@ -79,7 +86,7 @@ Normalized normalize(const Tensor& input, const Optional& residual, const Option
       .mean = mutable_data_of(result.mean),
       .rstd = mutable_data_of(result.rstd),
       .rows = numbers / channels,
-      .eps = static_cast<decltype(Call::eps)>(eps),
+      .eps = static_cast<typename Device::Real>(eps),
       .channels = channels,
   };
   device.layer_norm(call, parameters, shifts, function, dtype, served);
@@ -133,8 +140,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& dou
   const Optional addend = contiguous_like("dh", dh, h);
   const Tensor dx = empty(h.sizes(), h.scalar_type(), h);
   const Tensor dbranch = with_dbranch ? empty(h.sizes(), dout.scalar_type(), h) : empty({0}, dout.scalar_type(), h);
-  using Call = typename Device::LayerNormBackward;
-  const Call call{
+  const LayerNormBackwardOf<typename Device::Count> call{
       .dout = of_out.const_data_ptr(),
       .dh = const_data_of(addend),
       .h = of_rows.const_data_ptr(),
@@ -157,8 +163,7 @@ Tensor gelu(const Tensor& input, const Optional& bias, const std::string& activa
   const Activation function = gelu_of(activation);
   const typename Device::Parameters parameters(input, {}, bias, false);
   const Tensor x = contiguous_like("x", input, input), out = empty(input.sizes(), input.scalar_type(), input);
-  using Call = typename Device::GeluForward;
-  const Call call{
+  const GeluForwardOf<typename Device::Count> call{
       .x = x.const_data_ptr(),
       .bias = parameters.bias(),
       .out = out.mutable_data_ptr(),
@@ -177,8 +182,7 @@ std::tuple<Tensor, Tensor> gelu_backward(const Tensor& dout, const Tensor& input
   const typename Device::Parameters parameters(input, {}, bias, false);
   const Tensor of_out = contiguous_like("dout", dout, input), x = contiguous_like("x", input, input);
   const Tensor dx = empty(input.sizes(), input.scalar_type(), input);
-  using Call = typename Device::GeluBackward;
-  const Call call{
+  const GeluBackwardOf<typename Device::Count> call{
       .dout = of_out.const_data_ptr(),
       .x = x.const_data_ptr(),
       .bias = parameters.bias(),

@@ -2,8 +2,6 @@
 // compute between them (layer_loops.h).
 #pragma once
 
-#include <cstdint>
-
 #include "common/instruction_sets.h"
 
 namespace cvt_kernels {
@@ -48,7 +46,7 @@ struct Kernels {
   bool (*products_are_right)();
 };
 
-DECLARE_PRODUCT_TABLES;
+DECLARE_TABLES;
 
 }  // namespace linear
 }  // namespace cvt_kernels

@@ -2,7 +2,6 @@
 
 #ifdef __x86_64__
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <csignal>

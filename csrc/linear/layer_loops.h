@@ -73,6 +73,15 @@ class Parts {
   int64_t size_ = 0;
 };
 
+// A scratch in a thread's memory; the thread may use tiles meanwhile.
+template <class Scratch>
+struct InMemory : private Parts, public Scratch {
+  template <class Call>
+  InMemory(const Call& call, void* memory) : Parts(memory), Scratch(call, static_cast<Parts&>(*this)) {}
+
+  const TileUse tile_use;
+};
+
 // The bytes of a scratch, which takes its parts when it is made for a call; it may be a template of the type between layers.
 template <class Scratch, class Call>
 int64_t bytes_of(DType, const Call& call) {
@@ -179,10 +188,7 @@ constexpr int64_t kSums = linear_int8::kPanel;  // the columns of a tile of sums
 constexpr int64_t kTileColumns = kColumns > kSums ? kColumns : kSums;  // of one for layers of either kind
 
 VECTOR_INLINE F float_of(const int32_t* integers) {
-  typedef int32_t Integers __attribute__((vector_size(kVectorBytes)));
-  Integers v;
-  std::memcpy(&v, integers, sizeof v);
-  return __builtin_convertvector(v, F::Type);
+  return __builtin_convertvector(load(integers, Whole{}).v, F::Type);
 }
 
 // Computes a linear layer as `apply` above, on rows that are rounded.
@@ -202,14 +208,6 @@ VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const
   }
 }
 
-// The same for layers of either kind, the rows of a having been given to round_rows.
-template <class E, class G>
-VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, const E* a, int64_t a_stride, int64_t rows,
-                         const Rounded& rounded, float* tile, G f) {
-  if (linear.integers != nullptr) return apply(linear, begin, end, rounded, rows, reinterpret_cast<int32_t*>(tile), f);
-  apply(linear, begin, end, a, a_stride, rows, tile, f);
-}
-
 // Rounds the input of a quantized layer; does nothing for other layers.
 template <class E>
 void round_rows(const Linear& linear, const E* a, int64_t a_stride, int64_t rows, const Rounded& to) {
@@ -227,9 +225,7 @@ VECTOR_INLINE void normalize(const Norm& norm, const T* x, int64_t channels, [[m
   if constexpr (std::is_same_v<T, float>) {
     row = x;
   } else {
-    for_vectors<kLanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      store(copy + c, load(x + c, lanes), lanes);
-    });
+    fill(copy, channels, [&](int64_t c, auto lanes) LAMBDA_INLINE { return load(x + c, lanes); });
     row = copy;
   }
   const auto of_row = layer_norm_gelu::statistics(row, channels);
@@ -250,9 +246,7 @@ VECTOR_INLINE void normalize(const Norm& norm, const T* x, int64_t channels, flo
 // Normalizes sums of a layer and its bias, in their place, into a row.
 template <class E>
 VECTOR_INLINE void normalize_sums(const Norm& norm, const float* bias, int64_t channels, float* sums, E* out) {
-  for_vectors<kLanes>(channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-    store(sums + c, load(sums + c, lanes) + load(bias + c, lanes), lanes);
-  });
+  fill(sums, channels, [&](int64_t c, auto lanes) LAMBDA_INLINE { return load(sums + c, lanes) + load(bias + c, lanes); });
   normalize(norm, sums, channels, nullptr, out);
 }
 

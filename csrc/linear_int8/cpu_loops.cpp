@@ -3,8 +3,6 @@
 // A packed weight is one strip after another, each of as many outputs as two vectors have lanes: the initial sums of
 // the products, then the numbers, a lane's beside each other (inputs / kTogether, outputs, kTogether).
 
-#include "linear_int8/cpu_loops.h"
-
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -184,7 +182,7 @@ void requantize_rows(const Linear& layer, const int32_t* sums, int64_t stride, i
     const F of_row = scales[i];
     Magnitudes magnitudes;
     for_vectors<F::lanes>(layer.outputs, [&](int64_t c, auto lanes, int vector) LAMBDA_INLINE {
-      const F product = __builtin_convertvector(load(sums + c, Whole{}).v, F::Type) * of_row;
+      const F product = float_of(sums + c) * of_row;
       const F sum = product * load(layer.weight_scales + c, lanes) + load(layer.bias + c, lanes);
       const F y = keep(layer_norm_gelu::activate<activation, Precision::half>(sum), lanes);
       magnitudes.take(y, vector);
@@ -245,12 +243,6 @@ void multiply_strip(const Integers* a, int64_t a_stride, const Integers* strip, 
   });
 }
 
-template <int... row>
-auto multiply_of(int64_t rows, std::integer_sequence<int, row...>) {
-  static constexpr decltype(&multiply_strip<1>) table[] = {multiply_strip<row + 1>...};
-  return table[rows - 1];
-}
-
 void multiply(const void* values, int64_t rows, const void* packed, int64_t inputs, int64_t begin, int32_t* sums,
               int64_t stride) {
   const int64_t a_stride = row_bytes(inputs) / sizeof(Integers), depth = depth_of(inputs), size = strip_size(inputs);
@@ -261,16 +253,13 @@ void multiply(const void* values, int64_t rows, const void* packed, int64_t inpu
     const Integers* next = strip + size + kStrip;  // or what lies behind the weight, which does no harm
     cvt_kernels::multiply<2>(a, a_stride, rows, strip + kStrip, depth, sums, stride, false, next);
   } else {
-    const int64_t groups = ceil_div(rows, kRows);
     for (int64_t start = 0; start < kPanel; start += kStrip, strip += size) {
-      const char* next = reinterpret_cast<const char*>(strip + size);  // as above
-      for (int64_t group = 0; group < groups; group++) {
-        const int64_t first = group * rows / groups, count = (group + 1) * rows / groups - first;
-        const int64_t step = ceil_div(2 * kVectorBytes, groups);
-        const auto run = multiply_of(count, std::make_integer_sequence<int, kRows>{});
-        run(a + first * a_stride, a_stride, strip, depth, sums + first * stride + start, stride,
-            {next + group * depth * step, step});
-      }
+      const Integers* next = strip + size;  // as above
+      for_groups(rows, kRows, depth, next, 2 * kVectorBytes, [&](int64_t first, int64_t count, Ahead ahead) {
+        constexpr auto of = [](auto size) { return &multiply_strip<size>; };
+        const auto run = of_rows(count, of, std::make_integer_sequence<int, kRows>{});
+        run(a + first * a_stride, a_stride, strip, depth, sums + first * stride + start, stride, ahead);
+      });
     }
   }
 }
@@ -278,26 +267,22 @@ void multiply(const void* values, int64_t rows, const void* packed, int64_t inpu
 // What is to be rounded of a row: x itself, or what becomes of it in `copy`.
 template <class T, Activation activation>
 const float* prepared(const Rows& rows, const T* x, float* copy) {
-  const auto fill = [&](auto value) LAMBDA_INLINE {
-    for_vectors<F::lanes>(rows.channels, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      store(copy + c, value(c, lanes), lanes);
-    });
-  };
+  const int64_t channels = rows.channels;
   if (rows.normalizes) {
     if (rows.shift == nullptr) {
-      normalize(rows.norm, x, rows.channels, copy, copy);
+      normalize(rows.norm, x, channels, copy, copy);
     } else {
-      fill([&](int64_t c, auto lanes) LAMBDA_INLINE { return load(x + c, lanes) + load(rows.shift + c, lanes); });
-      normalize(rows.norm, copy, rows.channels, copy, copy);
+      fill(copy, channels, [&](int64_t c, auto lanes) LAMBDA_INLINE { return load(x + c, lanes) + load(rows.shift + c, lanes); });
+      normalize(rows.norm, copy, channels, copy, copy);
     }
   } else if constexpr (activation != Activation::identity) {
-    fill([&](int64_t c, auto lanes) LAMBDA_INLINE {
+    fill(copy, channels, [&](int64_t c, auto lanes) LAMBDA_INLINE {
       return layer_norm_gelu::activate<activation>(load(x + c, lanes) + load(rows.norm.bias + c, lanes));
     });
   } else if constexpr (std::is_same_v<T, float>) {
     return x;
   } else {
-    fill([&](int64_t c, auto lanes) LAMBDA_INLINE { return load(x + c, lanes); });
+    fill(copy, channels, [&](int64_t c, auto lanes) LAMBDA_INLINE { return load(x + c, lanes); });
   }
   return copy;
 }
@@ -323,7 +308,7 @@ void finish_panel(const Finish& finish, const int32_t* sums, const float* scales
   for (int64_t row = 0; row < rows; row++, sums += kPanel, out += finish.outputs) {
     const F x_scale = scales[row];
     for_vectors<F::lanes>(columns, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-      const F product = __builtin_convertvector(load(sums + c, Whole{}).v, F::Type);
+      const F product = float_of(sums + c);
       const F scaled = product * x_scale * load(finish.weight_scale + begin + c, lanes);
       F y = layer_norm_gelu::activated<T, activation>(scaled + load(finish.bias + begin + c, lanes));
       if constexpr (adds) y = y + load(residual + row * finish.outputs + c, lanes);
@@ -340,45 +325,10 @@ void finish(const Finish& finish, const int32_t* sums, const float* scales, int6
   });
 }
 
-// Whether the products of a shape are right. Memory is static: this runs after a fork.
-bool tiles_are_right(int64_t rows, int64_t inputs) {
-  constexpr int64_t most_rows = 33, most_inputs = 200;
-  static int8_t weight[kPanel * most_inputs], value[most_inputs];
-  alignas(kLine) static Integers a[most_rows * 5 * kLine / sizeof(Integers)], packed[kPanel * (1 + 64)];
-  static Integers sums[most_rows * kPanel];
-  const auto left = [](int64_t row, int64_t i) { return static_cast<int8_t>((37 * row + 11 * i) % 255 - 127); };
-  for (int64_t row = 0; row < rows; row++) {
-    for (int64_t i = 0; i < inputs; i++) value[i] = left(row, i);
-    lay_out(value, inputs, 1, inputs, row_of(a, row, inputs));
-  }
-  for (int64_t i = 0; i < kPanel * inputs; i++) weight[i] = static_cast<int8_t>(29 * i % 255 - 127);
-  pack(weight, kPanel, inputs, packed);
-  multiply(a, rows, packed, inputs, 0, sums, kPanel);
-  for (int64_t row = 0; row < rows; row++) {
-    for (int64_t output = 0; output < kPanel; output++) {
-      Integers sum = 0;
-      for (int64_t i = 0; i < inputs; i++) sum += left(row, i) * weight[output * inputs + i];
-      if (sums[row * kPanel + output] != sum) return false;
-    }
-  }
-  return true;
-}
-
-bool products_are_right() {
-  if (kTiles) {
-    for (const int64_t rows : {1, 15, 16, 17, 32, 33}) {
-      for (const int64_t inputs : {1, 63, 64, 65, 128, 200}) {
-        if (!tiles_are_right(rows, inputs)) return false;
-      }
-    }
-  }
-  return true;
-}
-
 }  // namespace
 
 const Kernels KERNELS{row_bytes, BY_FLOAT(quantize), lay_out, packed_bytes, pack, multiply, requantize, BY_FLOAT(finish),
-                      BY_FLOAT(quantize_rows), products_are_right};
+                      BY_FLOAT(quantize_rows), products_are_right<int8_t, Integers, int32_t>};
 
 }  // namespace linear_int8
 }  // namespace cvt_kernels

@@ -5,9 +5,6 @@
 // weights lie is the concern of an instruction set alone; the sums of their products are exact.
 #pragma once
 
-#include <cstdint>
-
-#include "common/instruction_sets.h"
 #include "layer_norm_gelu/activation.h"
 #include "linear/cpu_loops.h"
 
@@ -72,6 +69,6 @@ struct Kernels {
   bool (*products_are_right)();
 };
 
-DECLARE_INTEGER_TABLES;
+DECLARE_TABLES;
 
 }  // namespace cvt_kernels::linear_int8

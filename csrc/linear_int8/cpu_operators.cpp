@@ -174,11 +174,7 @@ Tensor linear_int8(const Tensor& x, const Optional& x_scales, const Tensor& pack
            "a float32 number for each row");
     scales = made_contiguous("x_scales", *x_scales);
   }
-  const Left left{
-      .x = rows_of(x),
-      .dtype = x_dtype,
-      .scales = floats_of(scales),
-  };
+  const Left left{rows_of(x), x_dtype, floats_of(scales)};
   const Finish finish{
       .weight_scale = scale_of_weight,
       .bias = floats_of(added),

@@ -1,10 +1,5 @@
 // Rows of tokens on the CPU, which are copied by their index; every row is written by one thread.
 
-#include <algorithm>
-#include <cstring>
-#include <optional>
-#include <vector>
-
 #include "common/cpu.h"
 #include "common/tensors.h"
 

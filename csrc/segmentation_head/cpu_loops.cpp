@@ -33,12 +33,17 @@ struct Neighbors {
   float weight, next_weight;
 };
 
+template <class T>
+const T* row_of(const Pixels& call, int64_t image, int64_t y) {
+  return static_cast<const T*>(call.data) + image * call.image_step + y * call.row_step;
+}
+
 // Copies some pixels of an image, row by row, as factors.
 template <class T, class E = Element<T>>
 void copy_pixels(const Source& map, int64_t image, int64_t first, int64_t count, E* to, int64_t stride) {
   for (int64_t i = first; i < first + count; i++, to += stride) {
-    const int64_t step = image * map.image_step + i / map.width * map.row_step + i % map.width * map.column_step;
-    pack_row(static_cast<const T*>(map.data) + step, map.linear.inputs, reinterpret_cast<Factor<T>*>(to));
+    const T* pixel = row_of<T>(map, image, i / map.width) + i % map.width * map.column_step;
+    pack_row(pixel, map.linear.inputs, reinterpret_cast<Factor<T>*>(to));
   }
 }
 
@@ -60,9 +65,7 @@ struct ProjectionScratch {
 
 template <class T, class E = Element<T>>
 void project_run(const Source& map, const Run& run, void* memory) {
-  const TileUse tile_use;
-  Parts parts(memory);
-  const ProjectionScratch<E> scratch(map, parts);
+  const InMemory<ProjectionScratch<E>> scratch(map, memory);
   const int64_t rows = run.end - run.begin, channels = map.linear.outputs;
   float* out = map.product + (run.image * map.height * map.width + run.begin) * channels;
   copy_pixels<T>(map, run.image, run.begin, rows, scratch.pixels, scratch.stride);
@@ -127,9 +130,7 @@ void blend_rows(const Head& head, int64_t image, int64_t y, int64_t first, int64
 
 template <class T, class E = Element<T>>
 void classify_segment(const Head& head, int64_t unit, void* memory) {
-  const TileUse tile_use;
-  Parts parts(memory);
-  const Scratch<E> scratch(head, parts);
+  const InMemory<Scratch<E>> scratch(head, memory);
   const Source& map = head.maps[0];
   const int64_t line = unit / head.segments, segment = unit % head.segments;  // lines are the rows of all images
   const int64_t image = line / map.height, y = line % map.height;
@@ -202,16 +203,11 @@ int64_t largest_with_nan(int64_t classes, const float* value) {
 }
 
 template <class T>
-const T* pixels_of(const Logits& call, int64_t image, int64_t y) {
-  return static_cast<const T*>(call.data) + image * call.image_step + y * call.row_step;
-}
-
-template <class T>
 void classify_row(const Logits& call, int64_t row) {
-  const T* pixel = pixels_of<T>(call, row / call.height, row % call.height);
+  const T* pixel = row_of<T>(call, row / call.height, row % call.height);
   int32_t* out = call.largest + row * call.width;
   for (int64_t x = 0; x < call.width; x++, pixel += call.column_step) {
-    const Largest found = largest_of(call.classes, [&](int64_t c, auto lanes) LAMBDA_INLINE { return load(pixel + c, lanes); });
+    const Largest found = largest_of(call.channels, [&](int64_t c, auto lanes) LAMBDA_INLINE { return load(pixel + c, lanes); });
     out[x] = found.is_finite ? static_cast<int32_t>(found.index) : -1;
   }
 }
@@ -219,14 +215,14 @@ void classify_row(const Logits& call, int64_t row) {
 template <class T>
 void resize_row(const Logits& call, int64_t row, void* given) {
   float* memory = static_cast<float*>(given);
-  const int64_t image = row / call.out_height, classes = call.classes;
+  const int64_t image = row / call.out_height, classes = call.channels;
   const Place down = place_of(row % call.out_height, call.out_height, call.height);
   const int32_t* of_image = call.largest + image * call.height * call.width;
   const int32_t *above = of_image + down.at * call.width, *below = of_image + down.next * call.width;
-  const T *top = pixels_of<T>(call, image, down.at), *bottom = pixels_of<T>(call, image, down.next);
+  const T *top = row_of<T>(call, image, down.at), *bottom = row_of<T>(call, image, down.next);
   int64_t blended[2] = {-1, -1};
   const auto column = [&](int64_t x) {  // between both rows; the last two that were asked for stay
-    float* to = memory + x % 2 * padded(call.classes);
+    float* to = memory + x % 2 * padded(call.channels);
     if (blended[x % 2] == x) return to;
     blended[x % 2] = x;
     const int64_t at = x * call.column_step;
@@ -235,7 +231,7 @@ void resize_row(const Logits& call, int64_t row, void* given) {
     });
     return to;
   };
-  float* mixed = memory + 2 * padded(call.classes);
+  float* mixed = memory + 2 * padded(call.channels);
   int64_t* out = call.out + row * call.out_width;
   for (int64_t x = 0; x < call.out_width; x++) {
     const Place across = place_of(x, call.out_width, call.width);
@@ -256,7 +252,7 @@ void resize_row(const Logits& call, int64_t row, void* given) {
   }
 }
 
-int64_t resize_bytes(DType, const Logits& call) { return 3 * padded(call.classes) * static_cast<int64_t>(sizeof(float)); }
+int64_t resize_bytes(DType, const Logits& call) { return 3 * padded(call.channels) * static_cast<int64_t>(sizeof(float)); }
 
 }  // namespace
 

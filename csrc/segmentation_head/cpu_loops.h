@@ -4,8 +4,6 @@
 // gives the logits of each pixel.
 #pragma once
 
-#include <cstdint>
-
 #include "linear/cpu_loops.h"
 
 namespace cvt_kernels::segmentation_head {
@@ -13,11 +11,14 @@ namespace cvt_kernels::segmentation_head {
 constexpr int64_t kMostSide = 1 << 20;  // pixels in height and width, whose centers float tells apart well enough
 
 // Maps of some images, the channels of a pixel adjacent; steps between neighbors are in elements.
-struct Source {
-  const void* data = nullptr;
+struct Pixels {
+  const void* data;
   int64_t image_step, row_step, column_step;
-  int64_t height, width;
-  Linear linear;   // that of the first map has the bias of the sum, others have zeros
+  int64_t height, width, channels;
+};
+
+struct Source : Pixels {
+  Linear linear;             // that of the first map has the bias of the sum, others have zeros
   float* product = nullptr;  // room for (images, height, width, linear.outputs); not of the first map
   int64_t tile_rows = 0;     // the most pixels of a run
 };
@@ -30,11 +31,8 @@ struct Head {
   void* out = nullptr;  // (images, height, width, classifier.outputs)
 };
 
-// Logits of some images, the classes of a pixel adjacent; steps between neighbors are in elements.
-struct Logits {
-  const void* data;
-  int64_t image_step, row_step, column_step;
-  int64_t height, width, classes;
+// The channels are classes.
+struct Logits : Pixels {
   int32_t* largest;  // (images, height, width): the first largest class of each pixel, or -1 where a logit is not finite
   int64_t out_height, out_width;
   int64_t* out;  // (images, out_height, out_width)
@@ -50,6 +48,6 @@ struct Kernels {
   Loop<Logits, int64_t> resize;
 };
 
-DECLARE_PRODUCT_TABLES;
+DECLARE_TABLES;
 
 }  // namespace cvt_kernels::segmentation_head

@@ -7,7 +7,10 @@
 namespace cvt_kernels::segmentation_head {
 namespace {
 
-constexpr int64_t kProductBytes = 16 << 20;  // of the products of some images, if images are small
+// A tensor (batch, height, width, channels) whose channels are adjacent.
+Pixels pixels_of(const Tensor& map) {
+  return {map.const_data_ptr(), map.stride(0), map.stride(1), map.stride(2), map.size(1), map.size(2), map.size(3)};
+}
 
 // A map (batch, height, width, channels) with its channels adjacent.
 Tensor with_channels_adjacent(const Tensor& map, const Tensor& like) {
@@ -19,14 +22,14 @@ Tensor with_channels_adjacent(const Tensor& map, const Tensor& like) {
   return with_adjacent_channels("maps", map);
 }
 
-// Serves some images.
-void serve(const Kernels& loops, DType dtype, int64_t images, std::vector<Source>& maps, Head& head) {
+// Serves some images, whose products have room from `next` on.
+void serve(const Kernels& loops, DType dtype, int64_t images, std::vector<Source>& maps, Head& head, float* next) {
   std::vector<Step> steps;
   for (size_t i = 1; i < maps.size(); i++) {
     Source& map = maps[i];
-    const std::vector<Run> runs = cut_tokens(images, map.height * map.width);
-    map.tile_rows = longest(runs);
-    steps.push_back(over(runs, loops.project, dtype, map));
+    map.product = next;
+    next += images * map.height * map.width * map.linear.outputs;
+    steps.push_back(over(cut_tokens(images, map.height * map.width), map.tile_rows, loops.project, dtype, map));
   }
   steps.push_back(over(images * maps[0].height * head.segments, loops.classify, dtype, head));
   for_steps(steps);
@@ -51,14 +54,7 @@ Tensor segmentation_head_packed(const std::vector<Tensor>& maps, const std::vect
     const Tensor& map = adjacent.emplace_back(with_channels_adjacent(maps[i], maps[0]));
     const int64_t numbers = product("maps", {map.size(1), map.size(2), channels});
     if (i > 0) bytes += numbers * static_cast<int64_t>(sizeof(float));
-    sources.push_back({
-        .image_step = map.stride(0),
-        .row_step = map.stride(1),
-        .column_step = map.stride(2),
-        .height = map.size(1),
-        .width = map.size(2),
-        .linear = linear::layer_of(dtype, packed[i], bias, channels, map.size(3)),
-    });
+    sources.push_back({pixels_of(map), linear::layer_of(dtype, packed[i], bias, channels, map.size(3))});
     if (i > 0) sources[i].linear.bias = zeros.data();
   }
   product("maps", {images, height, width, std::max(channels, classes)});
@@ -69,22 +65,15 @@ Tensor segmentation_head_packed(const std::vector<Tensor>& maps, const std::vect
       .segments = (width + kTileRows - 1) / kTileRows,
       .classifier = linear::layer_of(dtype, classifier, classifier_bias, classes, channels),
   };
-  const int64_t most = std::min(images, bytes == 0 ? images : std::max<int64_t>(1, kProductBytes / bytes));
   const int64_t element = maps[0].element_size();
-  const Workspace products(most * bytes);
-  float* next = reinterpret_cast<float*>(products.data());
-  for (size_t i = 1; i < maps.size(); i++) {
-    sources[i].product = next;
-    next += most * sources[i].height * sources[i].width * channels;
-  }
-  for (int64_t first = 0; first < images; first += most) {
+  for_images(images, bytes, 1, [&](int64_t first, int64_t count, char* products) {
     for (size_t i = 0; i < maps.size(); i++) {
       const char* data = static_cast<const char*>(adjacent[i].const_data_ptr());
       sources[i].data = data + first * sources[i].image_step * element;
     }
     head.out = static_cast<char*>(out.mutable_data_ptr()) + first * height * width * classes * element;
-    serve(loops, dtype, std::min(most, images - first), sources, head);
-  }
+    serve(loops, dtype, count, sources, head, reinterpret_cast<float*>(products));
+  });
   return out;
 }
 
@@ -104,19 +93,8 @@ Tensor resized_argmax(const Tensor& given, int64_t height, int64_t width) {
   const Tensor out = empty({images, height, width}, ScalarType::Long, logits);
   const int64_t pixels = product("logits", {images, logits.size(1), logits.size(2)});
   const Workspace largest(pixels * static_cast<int64_t>(sizeof(int32_t)));
-  const Logits call{
-      .data = logits.const_data_ptr(),
-      .image_step = logits.stride(0),
-      .row_step = logits.stride(1),
-      .column_step = logits.stride(2),
-      .height = logits.size(1),
-      .width = logits.size(2),
-      .classes = logits.size(3),
-      .largest = reinterpret_cast<int32_t*>(largest.data()),
-      .out_height = height,
-      .out_width = width,
-      .out = static_cast<int64_t*>(out.mutable_data_ptr()),
-  };
+  const Logits call{pixels_of(logits), reinterpret_cast<int32_t*>(largest.data()), height, width,
+                    static_cast<int64_t*>(out.mutable_data_ptr())};
   for_steps({{images * call.height, 0, [&](int64_t row, int64_t, char*) { loops.classify_row(dtype, call, row); }},
              over(images * height, loops.resize, dtype, call)});
   return out;

@@ -11,7 +11,6 @@
 #pragma pop_macro("TORCH_TARGET_VERSION")
 
 #include <bit>
-#include <cstring>
 #include <limits>
 
 #include "common/tensors.h"
@@ -193,16 +192,16 @@ class Sample {
  public:
   static constexpr int64_t kLine = 64, kBetween = 6, kLines = kBetween + 2, kSingles = 64;
 
-  // Of numbers of `item` bytes; `place` differs from tensor to tensor. Begins to load the bytes.
-  Sample(const void* address, int64_t item, int64_t dim, const int64_t* sizes, const int64_t* strides, uint64_t place)
-      : address_(static_cast<const char*>(address)), item_(item), dim_(dim), sizes_(sizes), strides_(strides) {
+  // `place` differs from tensor to tensor. Begins to load the bytes.
+  Sample(const Layout& layout, uint64_t place)
+      : layout_(layout), address_(static_cast<const char*>(layout.address)), item_(aoti_torch_dtype_element_size(layout.dtype)) {
     int64_t extent = 1;  // from the first to the last number
-    for (int64_t i = 0; i < dim; i++) {
-      numbers_ *= sizes[i];
-      extent += (sizes[i] - 1) * strides[i];
+    for (int64_t i = 0; i < layout.dim; i++) {
+      numbers_ *= layout.sizes[i];
+      extent += (layout.sizes[i] - 1) * layout.strides[i];
     }
-    if (address == nullptr) numbers_ = 0;
-    bytes_ = numbers_ * item;
+    if (address_ == nullptr) numbers_ = 0;
+    bytes_ = numbers_ * item_;
     is_dense_ = extent == numbers_;
     random_ = mixed(place + 1);
     if (numbers_ == 0 || !is_dense_) return;
@@ -274,16 +273,16 @@ class Sample {
     int64_t number = numbers_ <= kSingles ? i : within<kSingles>(i, numbers_), offset = 0;
     if (i == 0) number = 0;
     if (i == kSingles - 1) number = numbers_ - 1;
-    for (int64_t axis = dim_ - 1; axis >= 0; axis--) {
-      offset += number % sizes_[axis] * strides_[axis];
-      number /= sizes_[axis];
+    for (int64_t axis = layout_.dim - 1; axis >= 0; axis--) {
+      offset += number % layout_.sizes[axis] * layout_.strides[axis];
+      number /= layout_.sizes[axis];
     }
     return offset * item_;
   }
 
+  Layout layout_;
   const char* address_;
-  int64_t item_, dim_;
-  const int64_t *sizes_, *strides_;
+  int64_t item_;
   int64_t numbers_ = 1, bytes_;
   bool is_dense_;
   uint64_t random_;
@@ -320,9 +319,7 @@ struct Contents {
       versions.push_back(version.of(each.ptr()));
       const Layout layout(pointers[i]);
       layout.append_to(layouts);
-      if (layout.device != aoti_torch_device_type_cpu()) continue;
-      const auto item = static_cast<int64_t>(aoti_torch_dtype_element_size(layout.dtype));
-      samples.emplace_back(layout.address, item, layout.dim, layout.sizes, layout.strides, samples.size());
+      if (layout.device == aoti_torch_device_type_cpu()) samples.emplace_back(layout, samples.size());
     }
     hashes.reserve(samples.size());
     for (const Sample& sample : samples) hashes.push_back(sample.hash());

@@ -61,7 +61,8 @@ struct Inputs {
   // Computes a layer on rows that are rounded if it is quantized, for its outputs from `begin` to `end`.
   template <class G>
   VECTOR_INLINE void apply(const Linear& linear, int64_t begin, int64_t end, int64_t rows, G f) const {
-    cvt_kernels::apply(linear, begin, end, a, stride, rows, rounded, tile, f);
+    if (linear.integers != nullptr) return apply_rounded(linear, begin, end, rows, f);
+    cvt_kernels::apply(linear, begin, end, a, stride, rows, tile, f);
   }
 
   template <class G>
@@ -71,8 +72,8 @@ struct Inputs {
 
   // The same for a quantized layer, whose input has been rounded from elsewhere.
   template <class G>
-  VECTOR_INLINE void apply_rounded(const Linear& linear, int64_t rows, G f) const {
-    cvt_kernels::apply(linear, 0, linear.outputs, rounded, rows, reinterpret_cast<int32_t*>(tile), f);
+  VECTOR_INLINE void apply_rounded(const Linear& linear, int64_t begin, int64_t end, int64_t rows, G f) const {
+    cvt_kernels::apply(linear, begin, end, rounded, rows, reinterpret_cast<int32_t*>(tile), f);
   }
 };
 
@@ -118,7 +119,7 @@ void add_fc2(const AnyBlock& block, const T* y, int64_t rows, const Inputs<E>& i
     fill(begin, end);
     if (block.fc2.integers != nullptr) {
       round_rows(block.fc2, hidden.values, hidden.stride, rows, inputs.rounded);
-      return inputs.apply_rounded(block.fc2, rows, stored_sum(y, out, channels));
+      return inputs.apply_rounded(block.fc2, 0, channels, rows, stored_sum(y, out, channels));
     }
     pad_rows(hidden.values, rows, hidden.stride, end - begin);
     add_product(block.fc2, begin, end, hidden.values, hidden.stride, rows, hidden.sums, sums_stride, begin > 0);
@@ -144,18 +145,13 @@ void add_mlp(const AnyBlock& block, const T* y, int64_t rows, const Inputs<E>& i
     }
     fc1.integers->requantize(fc1, activation, hidden.integers, hidden.stride, rows, inputs.copy, inputs.rounded.values,
                              inputs.rounded.scales);
-    return inputs.apply_rounded(block.fc2, rows, stored_sum(y, out, block.channels));
+    return inputs.apply_rounded(block.fc2, 0, block.channels, rows, stored_sum(y, out, block.channels));
   }
   add_fc2(block, y, rows, inputs, hidden, out, [&](int64_t begin, int64_t end) {
     inputs.apply(fc1, begin, end, rows, [&](int64_t row, int64_t c, F sums, auto lanes) LAMBDA_INLINE {
       store(hidden.values + row * hidden.stride + c - begin, layer_norm_gelu::activated<T, activation>(sums), lanes);
     });
   });
-}
-
-template <class T>
-int64_t element_bytes() {
-  return sizeof(Element<T>);
 }
 
 }  // namespace

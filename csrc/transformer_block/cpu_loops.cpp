@@ -12,8 +12,6 @@
 // In front of a quantized layer a row is rounded in the cache, right after it is normalized or convolved. The scale of a row
 // of hidden channels depends on all of them, so that these are held together, of fewer rows.
 
-#include "transformer_block/cpu_loops.h"
-
 #include "conv_projection/convolve.h"
 #include "transformer_block/block_loops.h"
 
@@ -77,10 +75,10 @@ struct Projecting {
 
 // Lays down the normalized rows of a band, with zeros on both sides.
 template <class T, class E>
-void hold(const Block& block, const T* x, Rows rows, const Projecting<E>& scratch) {
+void hold(const Block& block, const T* x, Reach rows, const Projecting<E>& scratch) {
   const int64_t plane = plane_of(block), margin = block.margin * kLanes;
-  for (int64_t row = rows.begin; row < rows.end; row++) {
-    float* to = scratch.held + (row - rows.begin) * row_size(block);
+  for (int64_t row = rows.first; row < rows.end; row++) {
+    float* to = scratch.held + (row - rows.first) * row_size(block);
     for (int64_t c = 0; c < block.channels; c += kLanes) {
       float* vectors = to + c / kLanes * plane;
       std::memset(vectors, 0, margin * sizeof(float));
@@ -98,13 +96,13 @@ void hold(const Block& block, const T* x, Rows rows, const Projecting<E>& scratc
 
 // Computes one row of a branch's output from the rows that are held.
 template <class E, class N>
-void convolve_row(const Block& block, int branch, int64_t row, Rows held, const Projecting<E>& scratch, N* out) {
+void convolve_row(const Block& block, int branch, int64_t row, Reach held, const Projecting<E>& scratch, N* out) {
   const Branch& b = block.branches[branch];
   const float* rows[kMaxKernel];
   for (int64_t y = 0; y < b.kernel; y++) {
     const int64_t from = row * b.stride - b.padding + y * b.dilation;
     const bool inside = from >= 0 && from < block.height;
-    rows[y] = (inside ? scratch.held + (from - held.begin) * row_size(block) : scratch.zeros) +
+    rows[y] = (inside ? scratch.held + (from - held.first) * row_size(block) : scratch.zeros) +
               (block.margin - b.padding) * kLanes;
   }
   const auto run = [&](auto shape) {
@@ -129,19 +127,15 @@ void gather(const int64_t* rows, int64_t begin, int64_t end, int64_t first, cons
 
 template <class T, class E = Element<T>>
 void project_run(const Block& block, const Run& run, void* memory) {
-  const TileUse tile_use;
-  Parts parts(memory);
-  const Projecting<E> scratch(block, parts);
+  const InMemory<Projecting<E>> scratch(block, memory);
   const Inputs<E>& inputs = scratch.inputs;
   const int64_t image = run.image;
   const T* x = static_cast<const T*>(block.x) + image * tokens_of(block) * block.channels;
-  const Rows held = held_rows(block, run);
+  const Reach held = held_rows(block, run);
   std::memset(scratch.zeros, 0, row_size(block) * sizeof(float));
   hold(block, x, held, scratch);
   const bool with_class_token = run.begin == 0 && block.class_tokens;
-  if (with_class_token) {
-    normalize(block.norm1, x, block.channels, inputs.copy, scratch.class_token);
-  }
+  if (with_class_token) normalize(block.norm1, x, block.channels, inputs.copy, scratch.class_token);
   for (int branch = 0; branch < 3; branch++) {
     const Branch& b = block.branches[branch];
     const Linear& linear = block.linears[branch];
@@ -210,9 +204,7 @@ struct Attending {
 
 template <class T, class E = Element<T>>
 void attend_run(const Block& block, const Run& run, int64_t previous, void* memory) {
-  const TileUse tile_use;
-  Parts parts(memory);
-  Attending<E> scratch(block, parts);
+  InMemory<Attending<E>> scratch(block, memory);
   const int64_t image = run.image;
   const Kept kept(block, image);
   if (kept.count == 0) return;
@@ -263,15 +255,12 @@ struct Scoring {
 
 template <class E>
 void add_query(const E* q, int64_t width, float* sums) {
-  for_vectors<kLanes>(width, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-    store(sums + c, load(sums + c, lanes) + load(q + c, lanes), lanes);
-  });
+  fill(sums, width, [&](int64_t c, auto lanes) LAMBDA_INLINE { return load(sums + c, lanes) + load(q + c, lanes); });
 }
 
 template <class T, class E = Element<T>>
 void score_keys(const Block& block, int64_t image, void* memory) {
-  Parts parts(memory);
-  const Scoring scratch(block, parts);
+  const InMemory<Scoring> scratch(block, memory);
   const Kept kept(block, image);
   const int64_t width = block.linears[0].outputs, keys = tokens_of(block, 1), head_dim = head_dim_of(block);
   const E* q = static_cast<const E*>(block.projected[0]) + image * queries_of(block) * width;
@@ -283,10 +272,8 @@ void score_keys(const Block& block, int64_t image, void* memory) {
   std::memset(scratch.query, 0, width * sizeof(float));
   for (int64_t place = begin; place < end; place++) add_query(q + place * width, width, scratch.query);
   const attention::Scale factors = attention::split(block.scale / at_least<int64_t>(end - begin, 1));
-  for_vectors<kLanes>(width, [&](int64_t c, auto lanes, int) LAMBDA_INLINE {
-    const F sums = load(scratch.query + c, lanes);
-    store(scratch.query + c, sums * static_cast<float>(factors.of_queries), lanes);
-  });
+  const F power = static_cast<float>(factors.of_queries);
+  fill(scratch.query, width, [&](int64_t c, auto lanes) LAMBDA_INLINE { return load(scratch.query + c, lanes) * power; });
   const float scale = static_cast<float>(factors.of_scores * 1.4426950408889634);  // 1 / ln(2)
   float* out = block.scores + image * keys;
   for (int64_t head = 0; head < block.heads; head++) {
@@ -309,18 +296,13 @@ void score_keys(const Block& block, int64_t image, void* memory) {
   }
 }
 
-template <class T>
-void pack_convolution(const Branch& branch, int64_t channels, float* out) {
-  conv_projection::pack<T>(branch, 0, channels, out);
-}
-
 int64_t packed_convolution_size(int64_t kernel, int64_t channels) { return (kernel * kernel + 3) * padded(channels); }
 
 }  // namespace
 
-const Kernels KERNELS{BY_FLOAT(pack_convolution),
+const Kernels KERNELS{BY_FLOAT(conv_projection::pack),
                       packed_convolution_size,
-                      BY_FLOAT(element_bytes),
+                      [](DType dtype) { return with_float(dtype, []<class T>(T) { return int64_t{sizeof(Element<T>)}; }); },
                       {bytes_of<Projecting>, BY_FLOAT(project_run)},
                       {bytes_of<Attending>, BY_FLOAT(attend_run)},
                       {bytes_of<Scoring>, BY_FLOAT(score_keys)}};

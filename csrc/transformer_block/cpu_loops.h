@@ -6,8 +6,6 @@
 // computed, it is these that have queries; keys and values are of all tokens.
 #pragma once
 
-#include <cstdint>
-
 #include "attention/cpu_loops.h"
 #include "conv_projection/cpu_loops.h"
 #include "layer_norm_gelu/activation.h"
@@ -17,6 +15,7 @@ namespace cvt_kernels::transformer_block {
 
 using attention::kMaxHeadDim;
 using conv_projection::Branch;
+using conv_projection::Reach;
 using layer_norm_gelu::Activation;
 
 constexpr int64_t kHidden = 384;  // the most hidden channels that are held at once behind the activation
@@ -60,35 +59,25 @@ static inline int64_t projected_tokens(const Block& block, int branch) {
   return branch == 0 ? queries_of(block) : tokens_of(block, branch);
 }
 
-struct Rows {
-  int64_t begin, end;
-};
-
 // The rows of a branch's output that belong to some rows of x.
-static inline Rows rows_of_branch(const Block& block, const Branch& b, const Run& run) {
+static inline Reach rows_of_branch(const Block& block, const Branch& b, const Run& run) {
   return {b.height * run.begin / block.height, b.height * run.end / block.height};
 }
 
 // The rows of x from which these are computed.
-static inline Rows held_rows(const Block& block, const Run& run) {
-  Rows rows{block.height, 0};
+static inline Reach held_rows(const Block& block, const Run& run) {
+  Reach rows{block.height, 0};
   for (const Branch& b : block.branches) {
     const auto [top, bottom] = rows_of_branch(block, b, run);
-    if (top == bottom) continue;
-    const int64_t low = top * b.stride - b.padding;
-    const int64_t high = (bottom - 1) * b.stride - b.padding + b.dilation * (b.kernel - 1) + 1;
-    rows.begin = low < rows.begin ? low : rows.begin;
-    rows.end = high > rows.end ? high : rows.end;
+    widen(rows, &b, 1, top, bottom);
   }
-  rows.begin = rows.begin < 0 ? 0 : rows.begin;
-  rows.end = rows.end > block.height ? block.height : rows.end;
-  return rows;
+  return {rows.first < 0 ? 0 : rows.first, rows.end > block.height ? block.height : rows.end};
 }
 
 // The loops, compiled for one instruction set. They serve all dtypes but float64.
 struct Kernels {
-  // Packs a convolution and its BatchNorm into as many numbers as packed_convolution_size.
-  void (*pack_convolution)(DType, const Branch&, int64_t channels, float* out);
+  // Packs `size` channels of a convolution and its BatchNorm into as many numbers as packed_convolution_size.
+  void (*pack_convolution)(DType, const Branch&, int64_t first, int64_t size, float* out);
   int64_t (*packed_convolution_size)(int64_t kernel, int64_t channels);
   int64_t (*element_bytes)(DType);  // of queries, keys and values between the steps
   Loop<Block, const Run&> project;
@@ -96,6 +85,6 @@ struct Kernels {
   Loop<Block, int64_t> score;               // the scores of an image, after the first step
 };
 
-DECLARE_PRODUCT_TABLES;
+DECLARE_TABLES;
 
 }  // namespace cvt_kernels::transformer_block

@@ -1,8 +1,5 @@
 // Transformer blocks of both kinds on the CPU.
 
-#include <algorithm>
-#include <cstring>
-
 #include "common/units.h"
 #include "layer_norm_gelu/operators.h"
 #include "linear/packed.h"
@@ -12,11 +9,6 @@ namespace cvt_kernels::transformer_block {
 namespace {
 
 // What both kinds share ---------------------------------------------------------------------------------------
-
-constexpr int64_t kBetweenBytes = 16 << 20;  // between the steps, if images are small
-
-using Tensors = std::vector<Tensor>;
-using Numbers = std::vector<int64_t>;
 
 Norm norm_of(const Tensors& vectors, int first, int64_t channels, double eps) {
   expect_eps("eps", eps);
@@ -58,25 +50,6 @@ int64_t fill(AnyBlock& block, DType dtype, const Tensor& x, int64_t height, int6
   return class_tokens;
 }
 
-// Calls serve(first, memory) for as many images at a time as find room between the steps, at least one for each thread.
-template <class F>
-void for_images(AnyBlock& block, int64_t batch, int64_t image_bytes, const F& serve) {
-  const int64_t most = std::max(kBetweenBytes / image_bytes, threads());
-  const Workspace between(std::min(batch, most) * image_bytes);
-  for (int64_t first = 0; first < batch; first += most) {
-    block.images = std::min(most, batch - first);
-    serve(first, between.data());
-  }
-}
-
-// The step with attention, on `queries` queries of each image.
-template <class Kernels, class Block>
-Step attend(const Kernels& kernels, DType dtype, Block& block, int64_t queries) {
-  const std::vector<Run> runs = cut_tokens(block.images, queries);
-  block.tile_rows = longest(runs);
-  return over(runs, kernels.attend, dtype, block);
-}
-
 // Blocks with three convolutions ------------------------------------------------------------------------------
 
 const Kernels& kernels() { return *choose(PRODUCT_TABLES); }
@@ -108,7 +81,7 @@ Tensor pack_convolution(const Tensor& weight, const Tensor& scale, const Tensor&
   branch.eps = eps;
   branch.kernel = kernel;
   const Tensor out = empty({kernels().packed_convolution_size(kernel, channels)}, ScalarType::Float, weight);
-  kernels().pack_convolution(dtype, branch, channels, static_cast<float*>(out.mutable_data_ptr()));
+  kernels().pack_convolution(dtype, branch, 0, channels, static_cast<float*>(out.mutable_data_ptr()));
   return out;
 }
 
@@ -182,8 +155,8 @@ constexpr int64_t kFewestHeld = 4;  // rows of a run, since the rows beside it a
 // The rows that a run may have so that it holds about kHeldBytes at most, at least one.
 int64_t rows_to_hold(const Block& block) {
   const int64_t bytes = (block.width + 2 * block.margin) * block.channels * static_cast<int64_t>(sizeof(float));
-  const Rows of_one = held_rows(block, {0, block.height / 2, block.height / 2 + 1});
-  return std::max<int64_t>(kHeldBytes / bytes - (of_one.end - of_one.begin - 1), 1);
+  const Reach of_one = held_rows(block, {0, block.height / 2, block.height / 2 + 1});
+  return std::max<int64_t>(kHeldBytes / bytes - (of_one.end - of_one.first - 1), 1);
 }
 
 // The step that computes queries, keys and values.
@@ -191,8 +164,8 @@ Step project(DType dtype, Block& block) {
   const std::vector<Run> runs = cut(block.images, block.height, kFewestHeld, rows_to_hold(block));
   block.band_rows = 0;
   for (const Run& run : runs) {
-    const Rows held = held_rows(block, run);
-    block.band_rows = std::max(block.band_rows, held.end - held.begin);
+    const Reach held = held_rows(block, run);
+    block.band_rows = std::max(block.band_rows, held.end - held.first);
   }
   return over(runs, kernels().project, dtype, block);
 }
@@ -205,7 +178,7 @@ void serve(DType dtype, Block& block, char* projected) {
   }
   std::vector<Step> steps{project(dtype, block)};
   if (block.scores != nullptr) steps.push_back(over(block.images, kernels().score, dtype, block));
-  steps.push_back(attend(kernels(), dtype, block, queries_of(block)));
+  steps.push_back(over(cut_tokens(block.images, queries_of(block)), block.tile_rows, kernels().attend, dtype, block));
   for_steps(steps);
 }
 
@@ -248,7 +221,8 @@ void transformer_block(const Tensor& x, int64_t height, int64_t width, const Ten
   image_bytes *= kernels().element_bytes(dtype);
   char* data = static_cast<char*>(x.mutable_data_ptr());
   const int64_t bytes = x.element_size() * tokens_of(block) * block.channels;
-  for_images(block, x.size(0), image_bytes, [&](int64_t first, char* projected) {
+  for_images(x.size(0), image_bytes, threads(), [&](int64_t first, int64_t count, char* projected) {
+    block.images = count;
     block.x = data + first * bytes;
     serve(dtype, block, projected);
     if (block.rows != nullptr) block.rows += block.images * block.kept;
@@ -278,7 +252,7 @@ Tensor pack_depthwise(const Tensor& weight, const Optional& bias) {
     expect(bias->is_contiguous(), "bias", *bias, "contiguous (channels,)");
   }
   const Tensor out = empty({kernels().packed_convolution_size(channels)}, ScalarType::Float, weight);
-  kernels().pack_convolution(dtype, weight.const_data_ptr(), const_data_of(bias), channels,
+  kernels().pack_convolution(dtype, weight.const_data_ptr(), const_data_of(bias), 0, channels,
                              static_cast<float*>(out.mutable_data_ptr()));
   return out;
 }
@@ -321,19 +295,6 @@ struct Bytes {
   int64_t sum() const { return hidden + 2 * keys + stream; }
 };
 
-Bytes between_bytes(DType dtype, const Block& block, int64_t element) {
-  return {holds_hidden(block) ? tokens_of(block) * kernels().hidden_bytes(dtype, block) : 0,
-          kept_tokens(block) * block.proj.inputs * kernels().element_bytes(dtype),
-          block.queries * block.channels * element};
-}
-
-// The step that computes keys and values.
-Step project(DType dtype, Block& block) {
-  const std::vector<Run> runs = cut_tokens(block.images, kept_tokens(block));
-  block.group_rows = longest(runs);
-  return over(runs, kernels().project, dtype, block);
-}
-
 // Bands of images for the third step. Each is computed from its top by one thread, and the last ones, one for each thread, also
 // from the bottom by a second thread, until they meet: there, few rows have their hidden channels made twice. `taken` has room
 // for what both threads together have taken.
@@ -362,8 +323,7 @@ Step mix(DType dtype, Block& block, std::vector<int64_t>& taken) {
                                                         : cut(block.images, block.height, fewest, most);
     for (const Run& run : runs) bands.push_back({run, nullptr, false});
   }
-  block.band_rows = longest(bands);
-  return over(bands, kernels().mix, dtype, block);
+  return over(bands, block.band_rows, kernels().mix, dtype, block);
 }
 
 // Serves some images.
@@ -373,17 +333,9 @@ void serve(DType dtype, Block& block, const Bytes& bytes, char* between) {
   block.values = between += block.images * bytes.keys;
   block.stream = between += block.images * bytes.keys;
   std::vector<int64_t> taken;
-  for_steps({project(dtype, block), attend(kernels(), dtype, block, block.queries), mix(dtype, block, taken)});
-}
-
-// Calls f(row, chosen) for the places of all rows of x in memory, and of the tokens that are chosen of it; places of -1 are
-// left out.
-template <class F>
-void for_rows(const Tensor& x, const int64_t* rows, int64_t kept, const F& f) {
-  const int64_t bytes = x.element_size() * x.size(2);
-  for (int64_t place = 0; place < x.size(0) * kept; place++) {
-    if (rows[place] >= 0) f((place / kept * x.size(1) + rows[place]) * bytes, place * bytes, bytes);
-  }
+  for_steps({over(cut_tokens(block.images, kept_tokens(block)), block.group_rows, kernels().project, dtype, block),
+             over(cut_tokens(block.images, block.queries), block.tile_rows, kernels().attend, dtype, block),
+             mix(dtype, block, taken)});
 }
 
 Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const Tensors& packed, const Tensors& reduction,
@@ -409,19 +361,25 @@ Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const Tenso
   const Tensor out = empty(x.sizes(), x.scalar_type(), x);
   if (x.size(0) == 0) return out;
   block.images = x.size(0);
-  const Bytes of_image = between_bytes(dtype, block, x.element_size());
   const int64_t row_bytes = x.element_size() * block.channels;
   const int64_t bytes = row_bytes * tokens_of(block), bytes_asking = row_bytes * block.queries;
+  const Bytes of_image{holds_hidden(block) ? tokens_of(block) * kernels().hidden_bytes(dtype, block) : 0,
+                       kept_tokens(block) * block.proj.inputs * transformer_block::kernels().element_bytes(dtype),
+                       bytes_asking};
   const char* from = static_cast<const char*>(x.const_data_ptr());
   char* to = static_cast<char*>(out.mutable_data_ptr());
   const Workspace some(chosen == nullptr ? 0 : block.images * bytes_asking);
+  const auto for_chosen = [&](const auto& f) {  // calls it with the places of rows of x, and of the tokens that are chosen of it
+    for (int64_t i = 0; i < x.size(0) * block.queries; i++) {
+      if (chosen[i] >= 0) f((i / block.queries * x.size(1) + chosen[i]) * row_bytes, i * row_bytes);
+    }
+  };
   if (chosen != nullptr) {
     std::memset(some.data(), 0, block.images * bytes_asking);
-    for_rows(x, chosen, block.queries, [&](int64_t row, int64_t place, int64_t size) {
-      std::memcpy(some.data() + place, from + row, size);
-    });
+    for_chosen([&](int64_t row, int64_t place) { std::memcpy(some.data() + place, from + row, row_bytes); });
   }
-  for_images(block, x.size(0), of_image.sum(), [&](int64_t first, char* between) {
+  for_images(x.size(0), of_image.sum(), threads(), [&](int64_t first, int64_t count, char* between) {
+    block.images = count;
     block.x = from + first * bytes;
     block.asking = chosen == nullptr ? block.x : some.data() + first * bytes_asking;
     block.out = chosen == nullptr ? to + first * bytes : some.data() + first * bytes_asking;
@@ -429,9 +387,7 @@ Tensor pyramid_block(const Tensor& x, int64_t height, int64_t width, const Tenso
   });
   if (chosen != nullptr) {
     std::memcpy(to, from, x.size(0) * bytes);
-    for_rows(x, chosen, block.queries, [&](int64_t row, int64_t place, int64_t size) {
-      std::memcpy(to + row, some.data() + place, size);
-    });
+    for_chosen([&](int64_t row, int64_t place) { std::memcpy(to + row, some.data() + place, row_bytes); });
   }
   return out;
 }

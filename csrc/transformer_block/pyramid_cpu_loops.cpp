@@ -45,7 +45,7 @@ struct Projecting {
 // Computes the reduction of the kept tokens from `begin` to `end`, as rows of factors.
 template <class T, class E = Element<T>>
 void reduce(const Block& block, const T* x, int64_t begin, int64_t end, const Projecting<E>& scratch) {
-  const int64_t ratio = block.ratio, channels = block.channels, width = kept_grid(block).width, rows = end - begin;
+  const int64_t ratio = block.ratio, channels = block.channels, width = kept_side(block, block.width), rows = end - begin;
   const int64_t sums_stride = sums_stride_of(block);
   const Inputs<E>& inputs = scratch.inputs;
   for (int64_t y = 0; y < ratio; y++) {
@@ -69,9 +69,7 @@ void reduce(const Block& block, const T* x, int64_t begin, int64_t end, const Pr
 
 template <class T, class E = Element<T>>
 void project_run(const Block& block, const Run& run, void* memory) {
-  const TileUse tile_use;
-  Parts parts(memory);
-  const Projecting<E> scratch(block, parts);
+  const InMemory<Projecting<E>> scratch(block, memory);
   const auto [image, begin, end] = run;
   const int64_t rows = end - begin, first = image * kept_tokens(block) + begin;
   const T* x = static_cast<const T*>(block.x) + image * tokens_of(block) * block.channels;
@@ -102,9 +100,7 @@ struct Attending {
 
 template <class T, class E = Element<T>>
 void attend_run(const Block& block, const Run& run, int64_t previous, void* memory) {
-  const TileUse tile_use;
-  Parts parts(memory);
-  Attending<E> scratch(block, parts);
+  InMemory<Attending<E>> scratch(block, memory);
   const Inputs<E>& inputs = scratch.inputs;
   const int64_t image = run.image, begin = run.begin, rows = run.end - begin, width = block.proj.inputs;
   if (previous != image) {
@@ -133,7 +129,7 @@ bool rounds_activated(const Block& block) { return block.conv == nullptr && roun
 // The most rows of a band that are made together.
 template <class E>
 int64_t rows_of_step(const Block& block) {
-  const int64_t width = mixed_grid(block).width;
+  const int64_t width = mixed_width(block);
   if (block.fc2.integers == nullptr) return at_most(rows_together(width), block.band_rows);
   const int64_t most = at_most(rows_of_hidden<E>(block, rounds_activated(block)), kTileRows);
   return at_most(at_least<int64_t>(most / width, 1), block.band_rows);
@@ -148,7 +144,7 @@ struct Mixing {
   E* held;           // in front of the convolution
 
   Mixing(const Block& block, Parts& parts)
-      : tokens(rows_of_step<E>(block) * mixed_grid(block).width), held_stride(stride_of<E>(block.fc1.outputs)),
+      : tokens(rows_of_step<E>(block) * mixed_width(block)), held_stride(stride_of<E>(block.fc1.outputs)),
         places(rows_of_step<E>(block) + 2),  // with those above and below
         inputs(parts, at_least(tokens, kTileRows), block.channels,
                at_least(block.channels, rounds_activated(block) ? block.fc1.outputs : 0), {&block.fc1, &block.fc2}),
@@ -157,13 +153,6 @@ struct Mixing {
 
   // The hidden channels of a row of tokens.
   E* row(int64_t number, int64_t width) const { return held + (number - first) % places * width * held_stride; }
-};
-
-// y and the result of an image.
-template <class T>
-struct Image {
-  const T* y;
-  T* out;
 };
 
 // Hands out the rows of a band in steps; those of a shared band have at least `fewest` rows, if so many are left.
@@ -229,10 +218,9 @@ void convolve_rows(const Block& block, int64_t begin, int64_t end, int64_t first
 }
 
 template <Activation activation, class T, class E = Element<T>>
-void mix_rows(const Block& block, const Image<T>& image, int64_t begin, int64_t end, const Mixing<E>& scratch) {
-  const int64_t width = mixed_grid(block).width, rows = (end - begin) * width, offset = begin * width * block.channels;
-  const T* y = image.y + offset;
-  T* out = image.out + offset;
+void mix_rows(const Block& block, const T* y, T* out, int64_t begin, int64_t end, const Mixing<E>& scratch) {
+  const int64_t width = mixed_width(block), rows = (end - begin) * width, offset = begin * width * block.channels;
+  y += offset, out += offset;
   if (block.conv == nullptr) return add_mlp<activation>(block, y, rows, scratch.inputs, scratch.hidden, out);
   add_fc2(block, y, rows, scratch.inputs, scratch.hidden, out, [&](int64_t first, int64_t last) {
     convolve_rows<activation>(block, begin, end, first, last - first, scratch);
@@ -241,18 +229,17 @@ void mix_rows(const Block& block, const Image<T>& image, int64_t begin, int64_t 
 
 template <class T, class E = Element<T>>
 void mix_band(const Block& block, const Band& band, void* memory) {
-  const TileUse tile_use;
-  Parts parts(memory);
-  Mixing<E> scratch(block, parts);
+  InMemory<Mixing<E>> scratch(block, memory);
   const int64_t offset = band.image * block.queries * block.channels;
-  const Image<T> image{static_cast<const T*>(block.stream) + offset, static_cast<T*>(block.out) + offset};
+  const T* y = static_cast<const T*>(block.stream) + offset;
+  T* out = static_cast<T*>(block.out) + offset;
   scratch.first = band.begin - 1;
   if (block.hidden != nullptr) {
     scratch.held = static_cast<E*>(block.hidden) + band.image * tokens_of(block) * scratch.held_stride;
     scratch.first = 0, scratch.places = block.height;
   }
   const bool hides = block.conv != nullptr && block.hidden == nullptr;
-  Steps steps(band, ceil_div(kAtOnce, mixed_grid(block).width), rows_of_step<E>(block));
+  Steps steps(band, ceil_div(kAtOnce, mixed_width(block)), rows_of_step<E>(block));
   Run known{};  // the rows whose hidden channels are held: none at first
   layer_norm_gelu::with_activation<false>(block.activation, [&](auto activation) {
     for (Run step = steps.next(); step.begin < step.end; step = steps.next()) {
@@ -261,20 +248,13 @@ void mix_band(const Block& block, const Band& band, void* memory) {
         const bool none = known.begin == known.end;
         const int64_t begin = none || band.upward ? wanted.begin : known.end;
         const int64_t end = none || !band.upward ? wanted.end : known.begin;
-        hide_rows(block, image.y, begin, end, scratch);
+        hide_rows(block, y, begin, end, scratch);
         known = wanted;
       }
-      mix_rows<activation.value>(block, image, step.begin, step.end, scratch);
+      mix_rows<activation.value>(block, y, out, step.begin, step.end, scratch);
     }
   });
 }
-
-template <class T>
-void pack_convolution(const void* weight, const void* bias, int64_t channels, float* out) {
-  depthwise_conv_gelu::pack(static_cast<const T*>(weight), static_cast<const T*>(bias), channels, out);
-}
-
-int64_t packed_convolution_size(int64_t channels) { return depthwise_conv_gelu::packed_size<float>(channels); }
 
 template <class T, class E = Element<T>>
 int64_t hidden_bytes(const Block& block) {
@@ -283,9 +263,8 @@ int64_t hidden_bytes(const Block& block) {
 
 }  // namespace
 
-const Kernels KERNELS{BY_FLOAT(pack_convolution),
-                      packed_convolution_size,
-                      BY_FLOAT(element_bytes),
+const Kernels KERNELS{BY_FLOAT(depthwise_conv_gelu::pack),
+                      depthwise_conv_gelu::packed_size<float>,
                       BY_FLOAT(hidden_bytes),
                       {bytes_of<Projecting>, BY_FLOAT(project_run)},
                       {bytes_of<Attending>, BY_FLOAT(attend_run)},

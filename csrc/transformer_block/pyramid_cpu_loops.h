@@ -22,50 +22,41 @@ struct Block : AnyBlock {
   void* stream;         // y, as asking
   void* hidden;         // fc1(norm2(y)), if the second step makes it, each token's hidden_bytes; else the third does
   int64_t group_rows;   // the most keys of a run of the first step
-  int64_t band_rows;    // the most rows of mixed_grid of a run of the third step
+  int64_t band_rows;    // the most rows, of mixed_width, of a run of the third step
 };
 
-// Rows of mixed_grid for the third step. Where two threads share them, `taken` says how many both together have taken; one
+// Rows of mixed_width for the third step. Where two threads share them, `taken` says how many both together have taken; one
 // begins at the top, the other goes upward from the bottom.
 struct Band : Run {
   int64_t* taken;  // or none
   bool upward;
 };
 
-struct Grid {
-  int64_t height, width;
-};
+// A side of the grid of keys and values, of the side of x.
+static inline int64_t kept_side(const Block& block, int64_t side) { return block.ratio == 0 ? side : side / block.ratio; }
 
-// The grid of keys and values.
-static inline Grid kept_grid(const Block& block) {
-  const int64_t ratio = block.ratio == 0 ? 1 : block.ratio;
-  return {block.height / ratio, block.width / ratio};
+static inline int64_t kept_tokens(const Block& block) {
+  return kept_side(block, block.height) * kept_side(block, block.width);
 }
-
-static inline int64_t kept_tokens(const Block& block) { return kept_grid(block).height * kept_grid(block).width; }
 static inline int64_t tokens_of(const Block& block) { return block.height * block.width; }
 
-// The rows that the third step takes together: with no convolution a token is one.
-static inline Grid mixed_grid(const Block& block) {
-  if (block.conv == nullptr) return {block.queries, 1};
-  return {block.height, block.width};
-}
+// The tokens of a row of the third step: with no convolution it is one.
+static inline int64_t mixed_width(const Block& block) { return block.conv == nullptr ? 1 : block.width; }
 
 // As many rows of some tokens each as pass through a linear layer together, at least one.
 static inline int64_t rows_together(int64_t width) { return width < kTileRows ? kTileRows / width : 1; }
 
 // The loops, compiled for one instruction set. They serve all dtypes but float64.
 struct Kernels {
-  // Packs the weight (channels, 1, 3, 3) of a convolution and its bias, or null, into packed_convolution_size numbers.
-  void (*pack_convolution)(DType, const void* weight, const void* bias, int64_t channels, float* out);
+  // Packs `size` channels of a convolution (channels, 1, 3, 3) and its bias, or null, into packed_convolution_size numbers.
+  void (*pack_convolution)(DType, const void* weight, const void* bias, int64_t first, int64_t size, float* out);
   int64_t (*packed_convolution_size)(int64_t channels);
-  int64_t (*element_bytes)(DType);  // of keys and values between the steps
   int64_t (*hidden_bytes)(DType, const Block&);  // of a token between the second step and the third
   Loop<Block, const Run&> project;
   Loop<Block, const Run&, int64_t> attend;  // the number is the image that the thread served before, or -1
   Loop<Block, const Band&> mix;
 };
 
-DECLARE_PRODUCT_TABLES;
+DECLARE_TABLES;
 
 }  // namespace cvt_kernels::transformer_block::pyramids

@@ -343,7 +343,8 @@ def test_no_kernel_spills():
 )
 def test_accesses_are_of_16_bytes(layout):
     """Activations and parameters move so at the widths of CvT; mean and rstd are single floats."""
-    name = f"_ZN11cvt_kernels15layer_norm_gelu4cuda17layer_norm_kernelI{layout}EEvNS1_16LayerNormForwardEi"
+    call = "LNS1_6AddendE0EEEvNS0_18LayerNormForwardOfIifEEi"  # without an addend
+    name = f"_ZN11cvt_kernels15layer_norm_gelu4cuda17layer_norm_kernelI{layout}{call}"
     code = cuobjdump("--dump-sass", "--function", name)
     reads, writes = re.findall(r"LDG\S*", code), re.findall(r"STG\S*", code)
     assert reads

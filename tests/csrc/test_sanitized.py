@@ -1,6 +1,7 @@
 """The contract's calls by CPU kernels, in an extension that is built with AddressSanitizer and UBSan."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ from cvt_kernels.machine.toolkit import cpu_sets_here
 from tests.checks import BUILD, TRAPS, compiled, compiler, needs_avx2, needs_extension
 
 ROOT = Path(__file__).parents[2]
+#: An option by which csrc/common/tiles.h takes emulated instructions.
+TILES = f'-DKERNELS_TILES="{Path(__file__).with_name("emulated_tiles.h")}"'
 #: Instruction sets, and options: vectors of other widths, and products in pairs or tiles, which are emulated.
 BUILDS = {
     "plain": ("plain", ""),
-    "tiles": ("plain", "-DKERNELS_VECTOR_BYTES=64 -DKERNELS_TILES"),
+    "tiles": ("plain", f"-DKERNELS_VECTOR_BYTES=64 {shlex.quote(TILES)}"),
     "pairs": ("avx2", "-DKERNELS_PAIRS"),
 }
 #: Each tensor ends where its memory does, and each call has new memory to work in.
@@ -95,9 +98,12 @@ needs_amx = pytest.mark.skipif("amx_bf16" not in cpu_sets_here(), reason="this C
 
 @needs_extension
 @pytest.mark.parametrize(
-    "flags", ["-DKERNELS_TILES", pytest.param("-mamx-tile -mamx-bf16 -mamx-int8", marks=needs_amx)]
+    "flags",
+    [[TILES], pytest.param(["-mamx-tile", "-mamx-bf16", "-mamx-int8"], marks=needs_amx)],
+    ids=["emulated", "amx"],
 )
 def test_emulated_tiles_compute_as_those_of_amx(flags):
-    sources = [Path(__file__).with_name("tiles.cpp"), ROOT / "csrc/common/tiles.h"]
-    command = [*compiler(), "-std=c++20", "-O1", *flags.split(), "-I", str(ROOT / "csrc"), str(sources[0])]
+    here = Path(__file__).parent
+    sources = [here / "tiles.cpp", here / "emulated_tiles.h", ROOT / "csrc/common/tiles.h"]
+    command = [*compiler(), "-std=c++20", "-O1", *flags, "-I", str(ROOT / "csrc"), str(sources[0])]
     assert subprocess.run([compiled(command, sources)], capture_output=True, check=True).stdout == b""
