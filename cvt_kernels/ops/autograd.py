@@ -28,10 +28,7 @@ def gradients_again(
     Args:
         formula: Computes the results from the tensors by PyTorch's operators.
         tensors: Saved arguments, or results that the others follow from.
-        douts: The gradients of the results.
-
-    Returns:
-        The gradients of the tensors, None for those that require none.
+        douts: The gradients of the results. A tensor that requires none gets None.
     """
     # Aliases, since one of the tensors may be computed from another.
     given = [None if each is None else each.view_as(each) for each in tensors]
@@ -198,13 +195,7 @@ def count_change(written: Tensor) -> None:
 
 
 def check_inplace(name: str, written: Tensor, *tensors: Tensor | None) -> None:
-    """Raises ValueError where a call must not write its result into the tensor ``name``.
-
-    Args:
-        name: The argument's name.
-        written: The tensor.
-        tensors: All tensors of the call; any of them may require a gradient.
-    """
+    """Raises ValueError where a call of some tensors must not write into the one ``name``."""
     if modes.wants_gradient(*tensors):
         raise ValueError("inplace: got True where a gradient is wanted, expected False")
     if not written.is_contiguous():

@@ -22,17 +22,7 @@ _Packed = TypeVar("_Packed")
 
 
 class _Copy(State):
-    """A packed copy of a weight.
-
-    Args:
-        place: Its key in ``_known``.
-        tensors: The weight, and the other tensors packed with it.
-
-    Attributes:
-        place: Its key in ``_known``.
-        made: The packed copy; None until it is made.
-        stream: Where it was made on a GPU.
-    """
+    """A packed copy of a weight, and of other tensors packed with it; ``place`` is its key in ``_known``."""
 
     stream: torch.cuda.Stream | None = None
 

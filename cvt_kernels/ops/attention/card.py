@@ -135,18 +135,10 @@ CARDS = {
             "tiles": {"queries": 17, "keys": 70, "heads": 2, "channels": 16},
             "loop": {"queries": 5, "keys": 300, "channels": 16},
             "excluded": {"queries": 9, "keys": 17, "channels": 16, "bias": "matrix", "excluded": "some"},
-            "position": {
-                "batch": 2,
-                "position": "table",
-                "height": 4,
-                "width": 3,
-                "key_height": 2,
-                "key_width": 2,
-                "stride": 2,
-                "class_token": True,
-                "heads": 2,
-                "channels": 16,
-            },
+            "position": cards.worded(
+                "batch=2 position=table height=4 width=3 key_height=2 key_width=2 stride=2 class_token=True "
+                "heads=2 channels=16"
+            ),
         },
         without_gradients=("cpu",),
         stages={
@@ -191,5 +183,5 @@ CARDS = {
                 ("bwd_dkdv", ()),
             )
         },
-    ),
+    )
 }

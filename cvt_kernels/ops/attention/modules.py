@@ -11,26 +11,11 @@ from ...reference import position_bias
 
 
 def attend_by_modules(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout: nn.Module,
-    *,
-    scale: float,
-    position: PositionBias | None = None,
+    q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module, *, scale: float, position: PositionBias | None = None
 ) -> Tensor:
-    """Computes attention in plain PyTorch and applies a module to its probabilities (B, h, Nq, Nkv).
+    """Computes attention of q, k and v (B, N, h, D) in plain PyTorch, with a module on its probabilities.
 
-    Args:
-        q: Queries (B, Nq, h, D).
-        k: Keys (B, Nkv, h, D).
-        v: Values (B, Nkv, h, D).
-        dropout: The module.
-        scale: Factor on the scores.
-        position: A bias of the scores by offset.
-
-    Returns:
-        Tokens (B, Nq, C), the heads side by side.
+    The module gets them as (B, h, Nq, Nkv). It returns tokens (B, Nq, C), the heads side by side.
     """
     scores = torch.einsum("bqhd,bkhd->bhqk", q * scale, k)
     if position is not None:

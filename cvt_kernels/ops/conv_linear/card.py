@@ -52,10 +52,7 @@ CARDS = {
             "tiny": cards.TINY_MAP | cards.K3X3 | {"outputs": 4, "branches": 2, "class_token": True},
             "bare": cards.MAP | cards.K3X3 | {"outputs": 33, "bare": True},
         },
-        without_gradients=(
-            "gluon",
-            "triton",
-        ),
+        without_gradients=("gluon", "triton"),
         stages={"conv_linear": cards.Launches(_conv_linear_stage)},
         work={"conv_linear_fwd": _conv_linear_work, "conv_linear_few": _conv_linear_few_work},
         uncounted={
@@ -84,5 +81,5 @@ CARDS = {
             "values=infinite gradient=all seed=0",
             "dtype=float16 values=tiny width=2 statistics=none eps=1e-12 seed=0",
         ),
-    ),
+    )
 }

@@ -20,8 +20,8 @@ from ...backends import Record
 from ...records import ConvBatchNorm
 from .. import weight_cache
 from ..conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous, parameters_of
+from ..conv_projection.triton.forward import NormOfRows, sliding_forward
 from ..conv_projection.triton.sliding import why_not_sliding
-from ..conv_projection.triton.sliding_forward import NormOfRows, sliding_forward
 from . import WeightAndBias, few_rows
 from .few_rows import GROUP_ROWS
 
@@ -43,15 +43,8 @@ def project(
 ) -> Tensor:
     """Returns the results of all branches as rows of one matrix; :func:`branches_of` finds them in it.
 
-    Args:
-        multiply: Computes the product.
-        x: As of ``conv_linear``.
-        grid: Likewise.
-        convs: Likewise.
-        weight: (branches · outputs, C), the weights of the linear layers below one another.
-        bias: (branches · outputs,), or None for 0.
-        norm: LayerNorm of x before the convolutions, if any.
-        taps: See :func:`few_rows.packed_taps`, for one launch; None for two.
+    Weights (branches · outputs, C) and biases of the linear layers lie below one another; ``norm`` is a
+    LayerNorm of x before the convolutions. With taps (:func:`few_rows.packed_taps`) it is one launch.
     """
     x, geometry = maybe_contiguous(x), _geometry(grid, convs)
     first_rows, rows = _rows_of(x, geometry)
@@ -61,15 +54,13 @@ def project(
         assert block_m is not None
         few_rows.project_few(x, geometry, taps, weight, bias, out, block_m, norm)
         return out
-    weights, gammas, betas, means, variances = parameters_of(x, convs)
     if norm is not None:
         norm = norm._replace(weight=_aligned(norm.weight), bias=_aligned(norm.bias))
+    parameters, branches = parameters_of(x, convs), len(convs)
+    parameters[:branches] = map(_aligned, parameters[:branches])
     tokens = x.new_empty(rows, x.shape[2])
-    sliding_forward(
-        x, geometry, [conv.eps for conv in convs],
-        [_aligned(weight) for weight in weights], gammas, betas, means, variances, [tokens] * len(convs),
-        norm=norm, first_rows=first_rows,
-    )  # fmt: skip
+    epss, outs = [conv.eps for conv in convs], [tokens] * branches
+    sliding_forward(x, geometry, epss, parameters, outs, norm=norm, first_rows=first_rows)
     multiply(tokens, weight, bias, out, tuple(first_rows[1:]))
     return out
 

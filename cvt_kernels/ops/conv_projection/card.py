@@ -166,5 +166,5 @@ CARDS = {
             "conv_projection bwd_input": _sweep("bwd_input", ()),
         },
         found=("values=infinite gradient=all seed=0",),
-    ),
+    )
 }

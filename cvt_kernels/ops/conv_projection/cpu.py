@@ -1,14 +1,11 @@
 """Depthwise convolution + BatchNorm of tokens on a CPU by the compiled extension (csrc).
 
-One pass over x computes all branches; the summands of a branch are added before they are rounded. With the
-statistics, ``y = (conv(x) − mean) · γ · rstd + β`` and ``rstd = 1 / sqrt(variance + eps)``, in float32
-(float64 for float64) until y is rounded. In training a pass before computes the statistics of the batch. Only
-x, the parameters and the statistics are saved.
+One pass over x computes all branches; the summands of a branch are added before they are rounded. Sums and
+statistics are in float32 (float64 for float64) until y is rounded. In training a pass before computes the
+statistics of the batch. Only x, the parameters and the statistics are saved.
 
-Backward recomputes the convolution in two passes. With ``n = (conv(x) − mean) · rstd``, the first takes
-``dβ = Σ dy`` and ``dγ = Σ dy · n``, the second ``dconv = γ · rstd · (dy − mean(dy) − n · mean(dy · n))``, or
-``γ · rstd · dy`` where the statistics are constants, and from it the gradients of x and of the weights. Every
-summand gets the gradient of its sum.
+Backward recomputes the convolution in two passes, the first for dβ and dγ, the second for the gradients of x
+and of the weights (the formula is in ``triton/backward.py``). Every summand gets the gradient of its sum.
 
 Sums are taken image by image in a fixed order: the same bits every time, whatever the number of threads.
 """
@@ -164,9 +161,6 @@ def _(
 
 def _accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-# The backend ----------------------------------------------------------------------------------------------
 
 
 def why_unsupported(call: Record) -> str | None:

@@ -47,7 +47,7 @@ def _check_rounding(call: Any) -> None:
 
 _OF_ROWS: dict[str, Any] = {
     "backends": {
-        "triton": triton_kernels("triton.operator", "why_rows_unsupported"),
+        "triton": triton_kernels("triton", "why_rows_unsupported"),
         "cpu": extension_kernels("cpu", "why_rows_unsupported"),
     },
     "cost_class": _cost_class_of_rows,

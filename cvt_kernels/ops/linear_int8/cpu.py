@@ -25,9 +25,6 @@ _ops = torch.ops.cvt_kernels
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-# Rounding -------------------------------------------------------------------------------------------------
-
-
 def why_rows_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot round rows, or None."""
     x, dtype = call.x, call.dtype
@@ -57,9 +54,6 @@ def gelu_quantize(call: Record) -> QuantizedRows:
 
 def _vector(given: Tensor | None) -> Tensor | None:
     return None if given is None else given.detach().float().contiguous()
-
-
-# Products -------------------------------------------------------------------------------------------------
 
 
 def why_unsupported(call: Record) -> str | None:
@@ -109,9 +103,6 @@ def _run(
     return _ops.linear_int8_packed.default(
         x, x_scales, packed.weight, packed.scale, packed.bias, residual, activation, dtype
     )
-
-
-# Shapes for torch.compile ---------------------------------------------------------------------------------
 
 
 @torch.library.register_fake("cvt_kernels::quantize_rows")

@@ -164,5 +164,5 @@ CARDS = {
             "values=minus_infinite threads=3 width=7 stride=2 quantized_layers=0 seed=0",
             "dtype=float16 autocast=True bare=True quantized_layers=3 reduce=squares seed=0",
         ),
-    ),
+    )
 }

@@ -73,16 +73,10 @@ def compute_within_stage(
 ) -> Tensor:
     """Computes a block of CvT on a stream that nobody reads again, without gradients.
 
-    Args:
-        stream: Tokens (B, T, C); overwritten where products accumulate into it.
-        grid: (H, W) of the spatial tokens.
-        block: The parameters, without the biases that the stream has in advance.
-        shifts: (C,) each, what the two LayerNorms add to the stream, or None.
-        class_token_only: Whether nobody reads other tokens of the result.
-        mlp_is_one: Whether LayerNorm and MLP are one operator.
-
-    Returns:
-        Tokens like ``stream``, each a view of its image's class token if that is the only one.
+    The stream (B, T, C) is overwritten where products accumulate into it. ``block`` lacks the biases that the
+    stream has in advance, and ``shifts`` (C,) are what the two LayerNorms add to it. With
+    ``class_token_only`` nobody reads other tokens of the result, which are then views of their image's class
+    token; with ``mlp_is_one`` LayerNorm and MLP are one operator.
     """
     y = _normalize(stream, block, shifts[0])
     projected: Sequence[Tensor]

@@ -31,14 +31,8 @@ from .. import weight_cache
 from ..attention import attention
 from ..autograd import count_change
 from ..conv_linear.gluon import multiply
-from ..conv_linear.stacked import (
-    branches_of,
-    packed_linears,
-    project,
-    taps_of,
-    why_not_projected,
-)
-from ..conv_projection.triton.sliding_forward import NormOfRows
+from ..conv_linear.stacked import branches_of, packed_linears, project, taps_of, why_not_projected
+from ..conv_projection.triton.forward import NormOfRows
 from ..layer_norm_gelu import layer_norm
 from ..linear import gluon
 from . import attention_add

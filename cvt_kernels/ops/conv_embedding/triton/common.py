@@ -24,6 +24,15 @@ launch.register(Rows, formulas.embed, "conv_embedding_embed")
 launch.register(Rows, formulas.normalize, "conv_embedding_normalize")
 
 
+#: The kernels' arguments for what else they read: bias, gamma, beta, class token and positions.
+Vectors = dict[str, Tensor | None]
+
+
+def has_class_token(vectors: Vectors) -> bool:
+    """Returns whether a token precedes those of every image."""
+    return vectors["class_token_ptr"] is not None
+
+
 def configuration(kernel: str, channels: int, x: Tensor) -> Rows:
     """Returns the configuration of a kernel, ``embed`` or ``normalize``, for tensors like ``x``."""
     name, rows, chip = f"conv_embedding_{kernel}", x.numel() // x.shape[1], launching.chip(x.device)
@@ -31,23 +40,13 @@ def configuration(kernel: str, channels: int, x: Tensor) -> Rows:
     return found
 
 
-# Constants of a kernel ------------------------------------------------------------------------------------
-
-
 class Parts(NamedTuple):
-    """The split of a token's channels into parts, since Triton's tiles have powers of two.
+    """The split of a token's channels into parts, since Triton's tiles have powers of two."""
 
-    Attributes:
-        channels: C.
-        width: Channels of a part, a power of two.
-        count: Parts of a token; only where ``count · width`` is more than C, the last has empty channels.
-        accumulator: Triton's dtype of sums.
-    """
-
-    channels: int
-    width: int
-    count: int
-    accumulator: Any
+    channels: int  # C
+    width: int  # Channels of a part, a power of two
+    count: int  # Parts of a token; only where ``count · width`` is more than C, the last has empty channels
+    accumulator: Any  # Triton's dtype of sums
 
     @classmethod
     def of(cls, channels: int, x: Tensor, *, least: int, most: int) -> Parts:
@@ -60,9 +59,6 @@ class Parts(NamedTuple):
             width = max(least, min(triton.next_power_of_2(channels), most))
         accumulator = tl.float64 if x.dtype == torch.float64 else tl.float32
         return cls(channels, width, -(-channels // width), accumulator)
-
-
-# Device functions -----------------------------------------------------------------------------------------
 
 
 @triton.jit

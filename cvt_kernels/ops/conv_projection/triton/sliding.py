@@ -37,40 +37,25 @@ MAX_BRANCHES = 3
 
 
 class Lanes(NamedTuple):
-    """The compile-time constants of a program's lanes: ``LANES`` in the kernels.
+    """The compile-time constants of a program's lanes: ``LANES`` in the kernels."""
 
-    Attributes:
-        pairs: P, pairs of columns of a program; one warp has each.
-        channels: BC, channels of a program.
-        is_packed: Whether two channels are read and written as one 32-bit word.
-        element: Triton's dtype of the activations.
-        accumulator: Triton's dtype of sums.
-        alignment: Alignment of every token's address in bytes, up to 16. Above 4, a lane with several units
-            reads them at once.
-    """
-
-    pairs: int
-    channels: int
-    is_packed: bool
-    element: Any
-    accumulator: Any
+    pairs: int  # P, pairs of columns of a program; one warp has each
+    channels: int  # BC, channels of a program
+    is_packed: bool  # Whether two channels are read and written as one 32-bit word
+    element: Any  # Triton's dtype of the activations
+    accumulator: Any  # Triton's dtype of sums
+    # Alignment of every token's address in bytes, up to 16. Above 4, a lane with several units reads them at
+    # once.
     alignment: int
 
 
 class SlidingTiling(NamedTuple):
-    """The tiling of a sliding-row kernel.
+    """The tiling of a sliding-row kernel."""
 
-    Attributes:
-        options: Triton's options of the launch.
-        programs: Size of the first axis of the launch.
-        regions: Parts of the batch with their own partial sums: strip, block of columns, group of images.
-        arguments: The arguments shared by all such kernels: sizes and constants.
-    """
-
-    options: dict[str, int]
-    programs: int
-    regions: int
-    arguments: dict[str, Any]
+    options: dict[str, int]  # Triton's options of the launch
+    programs: int  # Size of the first axis of the launch
+    regions: int  # Parts of the batch with their own partial sums: strip, block of columns, group of images
+    arguments: dict[str, Any]  # The arguments shared by all such kernels: sizes and constants
 
     @classmethod
     def of(cls, kernel: str, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> SlidingTiling:
@@ -158,16 +143,10 @@ def _tiling(
 
 
 def _strip_length(batch: int, blocks: int, row_pairs: int, resident: int) -> tuple[int, int]:
-    """Returns the pairs of rows of a strip, and the images of a program.
+    """Returns the pairs of rows of a strip, and the images of a program, of which ``resident`` run at once.
 
     Long ways share the loading of the weights, short ones leave no multiprocessor idle in the last round of
     programs. In units of one pair of rows, the weights take about 2, and the start of a strip 1/2.
-
-    Args:
-        batch: Images.
-        blocks: Blocks of channels and columns of an image.
-        row_pairs: Pairs of rows of an image.
-        resident: Programs that run concurrently.
     """
 
     def rounds_of_work(lengths: tuple[int, int]) -> float:
@@ -191,26 +170,19 @@ def _pairs(needed: int, most: int) -> int:
 
 
 class SlidingPlace(NamedTuple):
-    """A program's share of the work, built by :func:`locate_strip`.
+    """A program's share of the work, built by :func:`locate_strip`."""
 
-    Attributes:
-        region: Its index among the parts with their own partial sums.
-        first_image: Its first image, an int64; the next ones are ``groups`` apart.
-        images: Its number of images.
-        first_row, end_row: Its rows of the input; ``first_row`` is even.
-        col: The first column [P, 1] of each pair, even.
-        c, c_mask: Its channels [1, BC] and their mask.
-        unit, unit_mask: Its units [1, units] and their mask.
-    """
-
-    region: Any
-    first_image: Any
-    images: Any
+    region: Any  # Its index among the parts with their own partial sums
+    first_image: Any  # Its first image, an int64; the next ones are ``groups`` apart
+    images: Any  # Its number of images
+    # Its rows of the input; ``first_row`` is even
     first_row: Any
     end_row: Any
-    col: Any
+    col: Any  # The first column [P, 1] of each pair, even
+    # Its channels [1, BC] and their mask
     c: Any
     c_mask: Any
+    # Its units [1, units] and their mask
     unit: Any
     unit_mask: Any
 
@@ -345,21 +317,13 @@ def load_weights(w_ptr, place, LANES: tl.constexpr):
 
 
 class SlidingRows(NamedTuple):
-    """The rows of one image that a program reads.
+    """The rows of one image that a program reads."""
 
-    Attributes:
-        ptr: Address of the unit at row 0 and column −1, never loaded from.
-        stride: Units from one row to the next.
-        lane: The offset of each lane's first column and unit [P, units].
-        limits: The :func:`column_limits` of a lane's columns −1 to 2.
-        height: Rows of the image.
-    """
-
-    ptr: Any
-    stride: Any
-    lane: Any
-    limits: Any
-    height: Any
+    ptr: Any  # Address of the unit at row 0 and column −1, never loaded from
+    stride: Any  # Units from one row to the next
+    lane: Any  # The offset of each lane's first column and unit [P, units]
+    limits: Any  # The :func:`column_limits` of a lane's columns −1 to 2
+    height: Any  # Rows of the image
 
 
 @triton.jit
@@ -465,13 +429,11 @@ def sliding_step(
     sums, raw, rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, LANES: tl.constexpr,
     norm,
 ):  # fmt: skip
-    """Advances by two rows.
+    """Advances by two rows, from an even one on.
 
     Args:
         sums: Sums of the outputs at ``row``, begun by the row before.
-        raw: The raw pixels of ``row``.
-        rows: The image.
-        row: An even row.
+        raw: The raw pixels of ``row``, of the image ``rows``.
         starts, taps: Initial sums and weights of every branch.
         norm: See :func:`pixels_of`.
 

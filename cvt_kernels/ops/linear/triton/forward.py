@@ -126,8 +126,15 @@ def _linear_add_kernel(
         _add_tile(x, weight, bias_ptr, residual_ptr, out, tl.program_id(0), rows, SPEC)
 
 
-def linear_add_forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, out: Tensor) -> None:
-    """Writes residual + x · weightᵀ + bias to ``out``, which may be the residual; all are contiguous."""
+@launcher("linear_add", mutates=("out",))
+def linear_add_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor
+) -> None:
+    """Writes residual + x · weightᵀ + bias to ``out``, which holds the residual if there is no other.
+
+    All are contiguous.
+    """
+    residual = out if residual is None else residual
     out = out.view(x.shape[0], -1)
     tiling = LinearTiling.of("linear_add", x, weight, (out,))
     tiling.launch(
@@ -166,12 +173,8 @@ def grouped_linear_forward(
 ) -> None:
     """Writes the product of groups of the rows of x (M, K), each by its own weight, to ``out`` (M, N).
 
-    Args:
-        x: Contiguous, as all others.
-        weight: (groups · N, K), the weights below one another.
-        bias: (groups · N,), or None for 0.
-        out: See above.
-        groups: The rows where the second and the third group begin, if any, multiples of 128.
+    The weights (groups · N, K) and the biases lie below one another. ``groups`` are the rows where the second
+    and the third group begin, if any, multiples of 128. All tensors are contiguous.
     """
     rows, outputs, chip = x.shape[0], out.shape[1], launching.chip(x.device)
     config = launch.configuration("linear_add", x.dtype, (x.shape[1], outputs), rows, chip)
@@ -248,19 +251,13 @@ def _linear_add_layer_norm_kernel(
         )  # fmt: skip
 
 
+@launcher("linear_add_layer_norm", mutates=("h", "y"))
 def linear_add_layer_norm_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    h: Tensor,
-    y: Tensor,
-) -> None:
-    """Writes h = residual + x · weightᵀ + bias, perhaps over the residual, and its LayerNorm y."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, shift: Tensor | None, eps: float, h: Tensor, y: Tensor,
+) -> None:  # fmt: skip
+    """Writes the sum likewise to ``h``, and its LayerNorm to ``y``."""
+    residual = h if residual is None else residual
     h, y = h.view(x.shape[0], -1), y.view(x.shape[0], -1)
     tiling = LinearTiling.of("linear_add_layer_norm", x, weight, (h, y))
     tiling.launch(

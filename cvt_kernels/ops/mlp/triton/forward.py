@@ -38,36 +38,24 @@ def weights(channels: int, hidden: int) -> int:
     return padded(channels) * (-(-hidden // 64) * 64)
 
 
-# Kernel specification -------------------------------------------------------------------------------------
-
-
 class KernelSpec(NamedTuple):
-    """The compile-time constants of a kernel besides its tiles.
+    """The compile-time constants of a kernel besides its tiles."""
 
-    Attributes:
-        channels, hidden: C and the hidden features.
-        block_c: C padded to a power of two of at least 16.
-        approximate: GELU's variant.
-        element, operand, accumulator, precision: See :func:`product_types`, of the factors' dtype.
-        residual_first: Whether products are added to x, rather than x to their sum: a 16-bit x loses no
-            digits by it.
-        is_half: Whether x has 16 bits.
-        hardware_tanh: Whether GELU uses the GPU's tanh instruction.
-        unpack: Whether bfloat16 is widened in pairs, by one instruction for each number.
-    """
-
+    # C and the hidden features
     channels: int
     hidden: int
-    block_c: int
-    approximate: str
+    block_c: int  # C padded to a power of two of at least 16
+    approximate: str  # GELU's variant
+    # See :func:`product_types`, of the factors' dtype
     element: Any
     operand: Any
     accumulator: Any
     precision: str
+    # Whether products are added to x, rather than x to their sum: a 16-bit x loses no digits by it
     residual_first: bool
-    is_half: bool
-    hardware_tanh: bool
-    unpack: bool
+    is_half: bool  # Whether x has 16 bits
+    hardware_tanh: bool  # Whether GELU uses the GPU's tanh instruction
+    unpack: bool  # Whether bfloat16 is widened in pairs, by one instruction for each number
 
     @classmethod
     def of(cls, x: Tensor, hidden: int, approximate: str, dtype: torch.dtype) -> KernelSpec:
@@ -287,9 +275,6 @@ def layer_norm_mlp_forward(
         BLOCK_ROWS=config.block_rows, BLOCK_HIDDEN=config.block_hidden,
     )  # fmt: skip
     return out
-
-
-# The backend ----------------------------------------------------------------------------------------------
 
 
 def why_unsupported(call: Record) -> str | None:
