@@ -19,7 +19,7 @@ from torch import Tensor
 from ...backends import Record
 from ...records import ConvBatchNorm
 from .. import weight_cache
-from ..conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous, parameters_of
+from ..conv_projection.triton.common import Geometry, Parameters, class_tokens, maybe_contiguous
 from ..conv_projection.triton.forward import NormOfRows, sliding_forward
 from ..conv_projection.triton.sliding import why_not_sliding
 from . import WeightAndBias, few_rows
@@ -56,10 +56,10 @@ def project(
         return out
     if norm is not None:
         norm = norm._replace(weight=_aligned(norm.weight), bias=_aligned(norm.bias))
-    parameters, branches = parameters_of(x, convs), len(convs)
-    parameters[:branches] = map(_aligned, parameters[:branches])
+    parameters = Parameters.of(x, convs)
+    parameters = parameters._replace(weights=[_aligned(weight) for weight in parameters.weights])
     tokens = x.new_empty(rows, x.shape[2])
-    epss, outs = [conv.eps for conv in convs], [tokens] * branches
+    epss, outs = [conv.eps for conv in convs], [tokens] * len(convs)
     sliding_forward(x, geometry, epss, parameters, outs, norm=norm, first_rows=first_rows)
     multiply(tokens, weight, bias, out, tuple(first_rows[1:]))
     return out

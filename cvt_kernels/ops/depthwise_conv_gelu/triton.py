@@ -11,8 +11,8 @@ Launches and their bytes, in units of one activation B·H·W·C of e bytes per e
 
 - ``fwd``: x is read once and y written once, 2 units, where PyTorch's convolution and GELU move 4 or more.
 - backward: ``bwd_conv`` recomputes a from x, reads dy, writes da, and sums the gradients of taps and bias in
-  registers: 3 units. A sliding-row kernel of
-  ``conv_projection`` then computes dx from it, if needed: 2 units. Only x is saved.
+  registers: 3 units. A sliding-row kernel of ``conv_projection`` then computes dx from da, if needed:
+  2 units. Only x is saved.
 
 Partial sums are added up in a fixed order: no atomics, equal bits every time.
 """

@@ -1,11 +1,14 @@
 """Linear layers, alone and fused with the next operations of a transformer block.
 
-On a CPU, :func:`linear` is one of three ways of PyTorch, of which ``F.linear`` (``reference``: MKL for
-float32, oneDNN for 16 bits) is not always the fastest: ``convolution`` is a 1×1 ``F.conv2d`` by oneDNN for
-float32 too, ``float32`` converts 16 bits for CPUs without such products. On a GPU, ``triton`` serves calls
-whose bias needs a gradient: the products are PyTorch's there too.
+:func:`linear` has three ways of PyTorch as backends, since ``F.linear`` is not always the fastest on a CPU:
 
-The others have fused kernels on a GPU. Elsewhere they run the separate operators one after the other.
+- ``reference``: ``F.linear``: MKL for float32, oneDNN for 16 bits.
+- ``convolution``: a 1×1 ``F.conv2d`` on the channels-last view: oneDNN for float32 too, which is much faster
+  than MKL on AMD CPUs with AVX-512.
+- ``float32``: 16 bits converted to float32 and back, for CPUs without 16-bit products.
+
+On a GPU, ``triton`` serves calls whose bias needs a gradient: the products are PyTorch's there too. The other
+operators have fused kernels on a GPU. Elsewhere they run the separate operators one after the other.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ MOST_EMBEDDED = {2: 128, 4: 64}
 launch.register(Rows, formulas.embed, "conv_embedding_embed")
 launch.register(Rows, formulas.normalize, "conv_embedding_normalize")
 
-
 #: The kernels' arguments for what else they read: bias, gamma, beta, class token and positions.
 Vectors = dict[str, Tensor | None]
 

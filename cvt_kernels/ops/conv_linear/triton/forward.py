@@ -12,14 +12,7 @@ from torch import Tensor
 from .... import modes
 from ....backends import Record
 from ....launch import launching
-from ...conv_projection.triton.common import (
-    Geometry,
-    class_tokens,
-    divided,
-    maybe_contiguous,
-    parameters_of,
-    pointers_of,
-)
+from ...conv_projection.triton.common import Geometry, Parameters, class_tokens, maybe_contiguous
 from ...conv_projection.triton.sliding import load_vector, load_weights, units, why_not_sliding, widen
 from ...graph_operators import launcher
 from ...linear.triton.forward import grouped_linear_forward
@@ -413,13 +406,13 @@ def conv_linear_forward(
     """Returns every branch (B, Tᵢ, outputs), normalized by the given statistics (C,)."""
     x, geometry = maybe_contiguous(x), Geometry.of(grid, strides)
     outs = _tokens(x, grid, strides, epss, parameters, linears)
-    weights, *vectors = divided(parameters)
+    weights, *vectors = given = Parameters.divided(parameters)
     of_branches = zip(*vectors, biases, strict=True)
     kinds = tuple([tuple([None if t is None else t.dtype for t in each]) for each in of_branches])
     tiling = ConvLinearTiling.of(x, geometry, weights, tuple([weight.shape[0] for weight in linears]), kinds)
     launching.launch(
         _conv_linear_fwd_kernel, (tiling.programs,), on=x, options=tiling.options,
-        x_ptr=x, **pointers_of(parameters), linear_ptrs=tuple(linears), bias_ptrs=tuple(biases),
+        x_ptr=x, **given.pointers(), linear_ptrs=tuple(linears), bias_ptrs=tuple(biases),
         y_ptrs=tuple(outs), epss=tuple(epss), stride_b=x.stride(0), STEP=x.stride(1), **tiling.arguments,
     )  # fmt: skip
     return outs
@@ -478,4 +471,4 @@ def _in_one(call: Record) -> tuple[Tensor, ...]:
     products = [weight.to(dtype).contiguous() for weight, _ in linears]
     biases = [None if bias is None else bias.to(dtype).contiguous() for _, bias in linears]
     constants = list(grid), [conv.stride for conv in convs], [conv.eps for conv in convs]
-    return tuple(conv_linear_forward(x, *constants, parameters_of(x, convs), products, biases))
+    return tuple(conv_linear_forward(x, *constants, Parameters.of(x, convs).flat(), products, biases))

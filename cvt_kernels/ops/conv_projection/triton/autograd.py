@@ -14,7 +14,7 @@ from ....backends import Record
 from ....records import ConvBatchNorm
 from ...autograd import gradients_again
 from .backward import projection_backward
-from .common import Geometry, divided, parameters_of
+from .common import Geometry, Parameters
 from .forward import batch_statistics, projection_forward
 from .sliding import why_not_sliding
 
@@ -25,7 +25,7 @@ _Constants = tuple[list[int], list[int], list[float]]
 class _ConvProjection(torch.autograd.Function):
     """The projection as an autograd function.
 
-    It takes (x, constants, batch_stats, *parameters), see :func:`parameters_of`.
+    It takes (x, constants, batch_stats, *parameters), the flat :class:`Parameters`.
     """
 
     @staticmethod
@@ -49,7 +49,7 @@ class _ConvProjection(torch.autograd.Function):
         dx, dweights, sums = projection_backward(
             x, grid, strides, epss, parameters, [dy.contiguous() for dy in dys], batch_stats
         )
-        dtypes = [gamma.dtype for gamma in divided(parameters)[1]]
+        dtypes = [gamma.dtype for gamma in Parameters.divided(parameters).gammas]
         dbetas, dgammas = (
             [total.to(dtype) for total, dtype in zip(each.unbind(), dtypes, strict=True)]
             for each in sums.unbind(1)
@@ -66,7 +66,7 @@ def _formula(constants: _Constants, batch_stats: bool, x: Tensor, *parameters: A
             stride=stride, padding=1, eps=eps,
         )
         for weight, gamma, beta, mean, variance, stride, eps in zip(
-            *divided(parameters), strides, epss, strict=True
+            *Parameters.divided(list(parameters)), strides, epss, strict=True
         )
     ]  # fmt: skip
     return reference.conv_projection(x, (height, width), convs, training=batch_stats)
@@ -106,15 +106,16 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
     x, grid, convs, training = call
     constants = list(grid), [conv.stride for conv in convs], [conv.eps for conv in convs]
     x = x.to(modes.autocast_dtype(x) or x.dtype)
-    parameters = parameters_of(x, convs)
+    given = Parameters.of(x, convs)
     batch_stats = training or convs[0].running_mean is None
-    learned = parameters[: 3 * len(convs)]
     if batch_stats:
         running = _running(convs if training else (), x.shape[0], grid)
         with torch.no_grad():
-            statistics = batch_statistics(x, *constants[:2], learned[: len(convs)], *running)
-        parameters = [*learned, *(each for kind in statistics for each in kind.unbind())]
-    if not modes.wants_gradient(x, *learned):  # an autograd function takes the host long
+            means, variances = batch_statistics(x, constants[0], constants[1], given.weights, *running)
+        given = given._replace(means=list(means.unbind()), variances=list(variances.unbind()))
+    parameters = given.flat()
+    if not modes.wants_gradient(x, *given.weights, *given.gammas, *given.betas):
+        # An autograd function takes the host long.
         return tuple(projection_forward(x, *constants, parameters))
     return _ConvProjection.apply(x, constants, batch_stats, *parameters)
 

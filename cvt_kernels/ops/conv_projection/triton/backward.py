@@ -19,7 +19,7 @@ from torch import Tensor
 from ....launch import launching
 from ...graph_operators import launcher
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
-from .common import Geometry, Tile, configuration, load_partial, maybe_contiguous, pointers_of
+from .common import Geometry, Parameters, Tile, configuration, load_partial, maybe_contiguous
 from .sliding import (
     MAX_BRANCHES,
     SIZES,
@@ -205,10 +205,10 @@ def _conv_projection_sliding_bwd_sums_kernel(
 
 
 def _sums(
-    x: Tensor, geometry: Geometry, epss: Sequence[float], pointers: dict[str, Any], dys: Sequence[Tensor]
+    x: Tensor, geometry: Geometry, epss: Sequence[float], parameters: Parameters, dys: Sequence[Tensor]
 ) -> Tensor:
     """Returns Σdy and Σdy·x̂ of every branch and region: (2 · branches, regions, C)."""
-    weights = pointers["w_ptrs"]
+    weights, _, _, means, variances = map(tuple, parameters)
     tiling = SlidingTiling.of("sliding_bwd_sums", x, geometry, (*weights, *dys))
     registers = tiling.options["maxnreg"]  # which the following would spill
     if len(weights) == MAX_BRANCHES and geometry.strides.count(1) != 1:
@@ -219,8 +219,7 @@ def _sums(
     partial = x.new_empty(2 * len(weights), tiling.regions, x.shape[2], dtype=accumulator_dtype(x))
     tiling.launch(
         _conv_projection_sliding_bwd_sums_kernel, x, w_ptrs=weights, dy_ptrs=tuple(dys),
-        mean_ptrs=pointers["mean_ptrs"], var_ptrs=pointers["var_ptrs"], epss=tuple(epss),
-        partial_ptr=partial, regions=tiling.regions,
+        mean_ptrs=means, var_ptrs=variances, epss=tuple(epss), partial_ptr=partial, regions=tiling.regions,
     )  # fmt: skip
     return partial
 
@@ -384,7 +383,7 @@ def _conv_projection_sliding_bwd_conv_kernel(
 
 
 def _gradients_of_convolutions(
-    x: Tensor, geometry: Geometry, epss: Sequence[float], pointers: dict[str, Any], dys: Sequence[Tensor],
+    x: Tensor, geometry: Geometry, epss: Sequence[float], parameters: Parameters, dys: Sequence[Tensor],
     sums: Tensor | None,
 ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
     """Returns every dconv, and the gradient of every tap by region, (9 · branches, regions, C).
@@ -392,12 +391,14 @@ def _gradients_of_convolutions(
     ``sums`` are Σdy and Σdy·x̂ (branches, 2, C) for batch statistics, else None.
     """
     batch, _, channels = x.shape
+    weights, gammas, _, means, variances = map(tuple, parameters)
     dconvs = [x.new_empty(batch, h * w, channels) for h, w in geometry.output_grids]
-    tiling = SlidingTiling.of("sliding_bwd_conv", x, geometry, (*pointers["w_ptrs"], *dys))
+    tiling = SlidingTiling.of("sliding_bwd_conv", x, geometry, (*weights, *dys))
     partial = x.new_empty(9 * len(dys), tiling.regions, channels, dtype=accumulator_dtype(x))
     tiling.launch(
-        _conv_projection_sliding_bwd_conv_kernel, x, **pointers, dy_ptrs=tuple(dys), epss=tuple(epss),
-        sums_ptr=x if sums is None else sums, dconv_ptrs=tuple(dconvs), partial_ptr=partial,
+        _conv_projection_sliding_bwd_conv_kernel, x, w_ptrs=weights, gamma_ptrs=gammas, mean_ptrs=means,
+        var_ptrs=variances, dy_ptrs=tuple(dys), epss=tuple(epss), sums_ptr=x if sums is None else sums,
+        dconv_ptrs=tuple(dconvs), partial_ptr=partial,
         inverse_counts=tuple(1.0 / (batch * h * w) for h, w in geometry.output_grids),
         regions=tiling.regions, BATCH_STATS=sums is not None,
         AHEAD=geometry.strides.count(1) < 2,  # more outputs in a step would spill
@@ -561,14 +562,10 @@ def projection_backward(
     the other arguments are those of the forward. There are three results: the gradient of x; of the weights,
     (branches, C, 1, 3, 3); and of every branch Σdy = dβ and Σdy·x̂ = dγ, (branches, 2, C).
     """
-    x, geometry, pointers = maybe_contiguous(x), Geometry.of(grid, strides), pointers_of(parameters)
-    del pointers["beta_ptrs"]
-    weights = pointers["w_ptrs"]
-    partial = _sums(x, geometry, epss, pointers, dys)
+    x, geometry, given = maybe_contiguous(x), Geometry.of(grid, strides), Parameters.divided(parameters)
+    weights, partial = given.weights, _sums(x, geometry, epss, given, dys)
     sums = sum_regions(partial, [1] * len(partial), partial.dtype).view(-1, 2, x.shape[2])
-    dconvs, partial = _gradients_of_convolutions(
-        x, geometry, epss, pointers, dys, sums if batch_stats else None
-    )
+    dconvs, partial = _gradients_of_convolutions(x, geometry, epss, given, dys, sums if batch_stats else None)
     dweights = sum_regions(partial, [9] * len(weights), weights[0].dtype)
     dx = x.new_empty(x.shape)
     sliding_backward_input(dx, geometry, weights, dconvs, dys)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,35 +72,45 @@ def maybe_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) * x.shape[1] < 2**31 else x.contiguous()
 
 
-def parameters_of(x: Tensor, convs: Sequence[ConvBatchNorm]) -> list[Tensor]:
-    """Returns the weights of all convolutions in the dtype of x, then gammas, betas, means and variances.
+class Parameters(NamedTuple):
+    """The parameters of all convolutions of a call, contiguous; operators take them as one flat sequence."""
 
-    All are contiguous. Without running statistics there are no means and variances.
-    """
+    weights: list[Tensor]  # (C, 1, 3, 3), in the dtype of the tokens
+    gammas: list[Tensor]
+    betas: list[Tensor]
+    means: list[Tensor]
+    variances: list[Tensor]
 
-    def vectors(values: Iterable[Tensor | None], absent: Any) -> list[Tensor]:
-        return [absent(x.shape[2]) if each is None else each.contiguous() for each in values]
+    @classmethod
+    def of(cls, x: Tensor, convs: Sequence[ConvBatchNorm]) -> Parameters:
+        """Returns those for tokens ``x``; without running statistics there are no means and variances."""
 
-    tracking = [conv for conv in convs if conv.running_mean is not None]
-    return [
-        *(conv.weight.to(x.dtype).contiguous() for conv in convs),
-        *vectors((conv.bn_weight for conv in convs), x.new_ones),
-        *vectors((conv.bn_bias for conv in convs), x.new_zeros),
-        *vectors((conv.running_mean for conv in tracking), x.new_zeros),
-        *vectors((conv.running_var for conv in tracking), x.new_ones),
-    ]
+        def vectors(values: Sequence[Tensor | None], absent: Any) -> list[Tensor]:
+            return [absent(x.shape[2]) if each is None else each.contiguous() for each in values]
 
+        tracking = [conv for conv in convs if conv.running_mean is not None]
+        return cls(
+            [conv.weight.to(x.dtype).contiguous() for conv in convs],
+            vectors([conv.bn_weight for conv in convs], x.new_ones),
+            vectors([conv.bn_bias for conv in convs], x.new_zeros),
+            vectors([conv.running_mean for conv in tracking], x.new_zeros),
+            vectors([conv.running_var for conv in tracking], x.new_ones),
+        )
 
-def divided(parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Returns weights, gammas, betas, means and variances."""
-    size = len(parameters) // 5
-    return [tuple(parameters[i : i + size]) for i in range(0, 5 * size, size)]
+    @classmethod
+    def divided(cls, flat: list[Tensor]) -> Parameters:
+        """Returns the parameters of a flat sequence."""
+        size = len(flat) // 5
+        return cls(*[flat[i : i + size] for i in range(0, 5 * size, size)])
 
+    def flat(self) -> list[Tensor]:
+        """Returns all parameters, one kind after the other."""
+        return [each for kind in self for each in kind]
 
-def pointers_of(parameters: Sequence[Tensor]) -> dict[str, tuple[Tensor, ...]]:
-    """Returns the kernels' arguments for the parameters of all convolutions."""
-    names = "w_ptrs", "gamma_ptrs", "beta_ptrs", "mean_ptrs", "var_ptrs"
-    return dict(zip(names, divided(parameters), strict=True))
+    def pointers(self) -> dict[str, tuple[Tensor, ...]]:
+        """Returns the arguments of kernels that take all parameters."""
+        names = "w_ptrs", "gamma_ptrs", "beta_ptrs", "mean_ptrs", "var_ptrs"
+        return dict(zip(names, map(tuple, self), strict=True))
 
 
 @triton.jit

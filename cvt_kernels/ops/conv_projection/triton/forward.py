@@ -14,7 +14,15 @@ from torch import Tensor
 from ....launch import launching
 from ...graph_operators import launcher
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
-from .common import Geometry, Tile, class_tokens, configuration, load_partial, maybe_contiguous, pointers_of
+from .common import (
+    Geometry,
+    Parameters,
+    Tile,
+    class_tokens,
+    configuration,
+    load_partial,
+    maybe_contiguous,
+)
 from .sliding import (
     SIZES,
     SlidingTiling,
@@ -207,7 +215,7 @@ class NormOfRows(NamedTuple):
 
 
 def sliding_forward(
-    x: Tensor, geometry: Geometry, epss: Sequence[float], parameters: Sequence[Tensor],
+    x: Tensor, geometry: Geometry, epss: Sequence[float], parameters: Parameters,
     outs: Sequence[Tensor], *, norm: NormOfRows | None = None, first_rows: Sequence[int] | None = None,
 ) -> None:  # fmt: skip
     """Writes every branch (B, Tᵢ, C) to ``outs``, normalized by the given statistics (C,).
@@ -216,23 +224,23 @@ def sliding_forward(
         x: The tokens (B, T, C), of 16 bits and contiguous where there is a ``norm``.
         geometry: Of convolutions that :func:`why_not_sliding` accepts.
         epss: Of each branch.
-        parameters: See :func:`parameters_of`.
+        parameters: Of all branches.
         outs: Where each branch is written.
         norm: LayerNorm of the tokens before the convolutions, if any.
         first_rows: The token of each ``out`` from which on it is written, if not from the first on.
     """
-    config, read, pointers = configuration("sliding_fwd", x), [], pointers_of(parameters)
+    config, read = configuration("sliding_fwd", x), [*parameters.weights]
     if norm is not None:
         config = replace(config, **_OF_NORM)
-        read = [norm.weight, norm.bias]
-    tiling = SlidingTiling.by(config, x, geometry, [*pointers["w_ptrs"], *read])
+        read += [norm.weight, norm.bias]
+    tiling = SlidingTiling.by(config, x, geometry, read)
     arguments, scratch, rows = tiling.arguments, None, x.shape[0] * x.shape[1]
     if norm is not None:
         images = -(-arguments["batch"] // arguments["groups"])
         pixels = (arguments["strip_rows"] + 3) * (2 * arguments["LANES"].pairs + 2)
         scratch = x.new_empty(tiling.programs * images * 2 * pixels, dtype=torch.float32)
     tiling.launch(
-        _conv_projection_sliding_fwd_kernel, x, **pointers, y_ptrs=tuple(outs),
+        _conv_projection_sliding_fwd_kernel, x, **parameters.pointers(), y_ptrs=tuple(outs),
         y_rows=tuple(first_rows or [0] * len(outs)), epss=tuple(epss),
         statistics_ptr=None if norm is None else norm.sums,
         norm_weight_ptr=None if norm is None else norm.weight,
@@ -253,7 +261,7 @@ def projection_forward(
 ) -> list[Tensor]:
     """Returns every output (B, Tᵢ, C), of convolutions normalized by the given statistics (C,)."""
     x, outs = maybe_contiguous(x), _empty_outputs(x, grid, strides)
-    sliding_forward(x, Geometry.of(grid, strides), epss, parameters, outs)
+    sliding_forward(x, Geometry.of(grid, strides), epss, Parameters.divided(parameters), outs)
     return outs
 
 

@@ -1,5 +1,9 @@
 """Triton kernels of linear layers fused with GELU, or with a residual sum and LayerNorm.
 
+- ``linear_gelu``: y = gelu(x · weightᵀ + bias)
+- ``linear_add``: h = residual + x · weightᵀ + bias, out of place or in place
+- ``linear_add_layer_norm``: the same h, and y = layer_norm(h + shift) · norm_weight + norm_bias
+
 Layout: x (..., K) and the weight (N, K) as PyTorch has them; dimensions before the last are M rows. Inputs
 that are not contiguous are copied first; results are contiguous.
 

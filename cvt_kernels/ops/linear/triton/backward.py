@@ -198,13 +198,13 @@ def linear_starts(
         return Start(dout, dout, None)
     activates = activates and pre is not None
     scales_sum = scales_sum and scale is not None
-    arguments = dout, dtype if changes else None, bias, pre, approximate, activates, scale, scales_sum
-    made = iter(_starts(*arguments))
-    dproduct, dresidual, dbias, activated = (
-        next(made) if is_made else None for is_made in (changes, scales_sum, bias is not None, activates)
+    made = _starts(dout, dtype if changes else None, bias, pre, approximate, activates, scale, scales_sum)
+    return Start(
+        product=made.pop(0) if changes else dout,
+        residual=made.pop(0) if scales_sum else dout,
+        bias=None if bias is None else made.pop(0),
+        activated=made.pop(0) if activates else None,
     )
-    dresidual = dout if dresidual is None else dresidual
-    return Start(dout if dproduct is None else dproduct, dresidual, dbias, activated)
 
 
 def _start_shapes(dout, dtype, bias, pre, approximate, activates, scale, scales_sum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ launch.register(Product, formulas.linear_add, "linear_add")
 launch.register(Product, formulas.linear_add_layer_norm, "linear_add_layer_norm")
 
 
+@functools.cache
 def part_width(outputs: int, widest: int, parts: int) -> int:
     """Returns the width of at most ``parts`` equal parts that hold all outputs and waste few columns.
 

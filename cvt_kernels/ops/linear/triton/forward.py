@@ -256,7 +256,7 @@ def linear_add_layer_norm_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
     norm_bias: Tensor | None, shift: Tensor | None, eps: float, h: Tensor, y: Tensor,
 ) -> None:  # fmt: skip
-    """Writes the sum likewise to ``h``, and its LayerNorm to ``y``."""
+    """Writes h as :func:`linear_add_forward` writes its ``out``, and the LayerNorm y of h + shift."""
     residual = h if residual is None else residual
     h, y = h.view(x.shape[0], -1), y.view(x.shape[0], -1)
     tiling = LinearTiling.of("linear_add_layer_norm", x, weight, (h, y))

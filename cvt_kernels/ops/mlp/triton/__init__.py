@@ -1,7 +1,8 @@
 """The Triton kernel of ``layer_norm_mlp``, and ``mlp_add`` by kernels of linear layers (``training``).
 
-The kernel is for narrow stages, whose weights stay on the chip: with C = 64 and 256 hidden features they are
-64 KiB in 16 bits. x and out are rows of C, fc1's weight is (hidden, C) and fc2's (C, hidden), all contiguous.
+The kernel computes out = x + fc2(gelu(fc1(layer_norm(x + shift)))) of narrow stages, whose weights stay on
+the chip: with C = 64 and 256 hidden features they are 64 KiB in 16 bits. x and out are rows of C, fc1's
+weight is (hidden, C) and fc2's (C, hidden), all contiguous.
 
 A program takes one tile of rows after another. It normalizes a tile in registers, in float32, and goes
 through the hidden features in chunks: the product with fc1, the GELU, rounded to the dtype of the operands,
