@@ -198,12 +198,13 @@ def linear_starts(
         return Start(dout, dout, None)
     activates = activates and pre is not None
     scales_sum = scales_sum and scale is not None
-    made = _starts(dout, dtype if changes else None, bias, pre, approximate, activates, scale, scales_sum)
+    asked = dtype if changes else None, bias, pre, approximate, activates, scale, scales_sum
+    made = iter(_starts(dout, *asked))
     return Start(
-        product=made.pop(0) if changes else dout,
-        residual=made.pop(0) if scales_sum else dout,
-        bias=None if bias is None else made.pop(0),
-        activated=made.pop(0) if activates else None,
+        product=next(made) if changes else dout,
+        residual=next(made) if scales_sum else dout,
+        bias=None if bias is None else next(made),
+        activated=next(made) if activates else None,
     )
 
 
