@@ -374,6 +374,7 @@ APPROXIMATE = {"approximate": VARIANTS}
 RESULT = {"result": ("none", "float32", "bfloat16", "float16")}
 ABSENT = {"absent": ("none", "some", "all")}
 OUTPUTS = {"outputs": WIDE}
+LAYER = COMMON | LEADING | OUTPUTS
 SHIFTED = {"shifted": BOTH}
 INPLACE = {"inplace": BOTH}
 

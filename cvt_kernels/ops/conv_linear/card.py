@@ -40,6 +40,11 @@ def _conv_linear_few_work(arguments: dict[str, Any]) -> cards.Work:
     return cards.Work(size, 2 * rows * few.outputs * few.channels)
 
 
+_TRIED = {
+    "tokens": (32, 64, 128), "branches": (1, 2), "outputs": (64, 128), "chunk": (32, 64), "num_warps": (4, 8),
+    "registers": (128, 255),
+}  # fmt: skip
+
 CARDS = {
     "conv_linear": cards.Card(
         call=_conv_linear,
@@ -62,19 +67,7 @@ CARDS = {
         factors=("linears",),
         sweeps={
             "conv_linear": cards.Sweep(
-                "conv_linear",
-                (1,),
-                "conv_linear",
-                ConvLinear,
-                {
-                    "tokens": (32, 64, 128),
-                    "branches": (1, 2),
-                    "outputs": (64, 128),
-                    "chunk": (32, 64),
-                    "num_warps": (4, 8),
-                    "registers": (128, 255),
-                },
-                launched="conv_linear_fwd",
+                "conv_linear", (1,), "conv_linear", ConvLinear, _TRIED, launched="conv_linear_fwd"
             )
         },
         found=(
