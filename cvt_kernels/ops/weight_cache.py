@@ -15,10 +15,9 @@ from torch.utils import _pytree as pytree
 
 from .. import modes
 from ..changes import State, is_fake, states
+from ..records import Linear
 
 _Packed = TypeVar("_Packed")
-
-# Packed copies --------------------------------------------------------------------------------------------
 
 
 class _Copy(State):
@@ -152,6 +151,22 @@ def packed(
     return copy.made
 
 
+def packed_linears(layers: Sequence[tuple[Tensor, Tensor | None]]) -> Linear:
+    """Returns linear layers as one, their weights and biases below one another, packed until one changes."""
+    weights, biases = [weight for weight, _ in layers], [bias for _, bias in layers]
+
+    def pack() -> Linear:
+        if all(bias is None for bias in biases):
+            return Linear(torch.cat(weights))
+        given = [
+            weight.new_zeros(len(weight)) if bias is None else bias
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        return Linear(torch.cat(weights), torch.cat(given))
+
+    return packed(weights[0], f"{len(layers)} layers", pack, [*weights[1:], *biases])
+
+
 def vector(given: Tensor | None, size: int, absent: float = 0.0) -> Tensor:
     """Returns a parameter as kernels of a CPU read it, contiguous in float32; a constant for None."""
     return torch.full((size,), absent) if given is None else given.detach().float().contiguous()
@@ -182,7 +197,9 @@ def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]
         found = _known.get(copy.place)
         if found is not None and found.holds(tensors):
             return found
-        copy.made = make()
+        # Copies made in inference mode could not be used outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            copy.made = make()
         if is_fake(copy.made):
             return copy
         copy.stream = stream_of(copy.made)

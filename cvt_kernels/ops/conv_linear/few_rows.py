@@ -75,9 +75,6 @@ def _folded(conv: ConvBatchNorm) -> Tensor:
     return torch.cat([weight.flatten(1).t() * scale, shift[None]]).float()
 
 
-# Kernel ---------------------------------------------------------------------------------------------------
-
-
 class Few(NamedTuple):
     """The compile-time constants of the kernel."""
 

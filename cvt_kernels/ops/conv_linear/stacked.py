@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...backends import Record
@@ -96,21 +95,6 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 4 == 0 else tensor.clone()
 
 
-def packed_linears(linears: Sequence[WeightAndBias]) -> tuple[Tensor, Tensor | None]:
-    """Returns the weights and the biases of linear layers below one another, kept until one changes."""
-    weights, biases = [weight for weight, _ in linears], [bias for _, bias in linears]
-
-    def pack() -> tuple[Tensor, Tensor | None]:
-        if all(bias is None for bias in biases):
-            return torch.cat(weights), None
-        lengths = [weight.new_zeros(weight.shape[0]) for weight in weights]
-        return torch.cat(weights), torch.cat(
-            [zeros if bias is None else bias for zeros, bias in zip(lengths, biases, strict=True)]
-        )
-
-    return weight_cache.packed(weights[0], "conv_linear", pack, others=[*weights[1:], *biases])
-
-
 def taps_of(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[WeightAndBias]
 ) -> Tensor | None:
@@ -125,14 +109,11 @@ def is_one_launch(
     return few_rows.tile_rows(x, _geometry(grid, convs), linears[0][0].shape[0]) is not None
 
 
-# Calls ----------------------------------------------------------------------------------------------------
-
-
 def serve(multiply: Multiply, call: Record) -> tuple[Tensor, ...]:
     """Computes ``cvt_kernels.conv_linear``."""
     x, grid, convs, linears = call
     taps = taps_of(x, grid, convs, linears)
-    out = project(multiply, x, grid, convs, *packed_linears(linears), taps=taps)
+    out = project(multiply, x, grid, convs, *weight_cache.packed_linears(linears), taps=taps)
     return tuple(branches_of(out, x, grid, convs))
 
 

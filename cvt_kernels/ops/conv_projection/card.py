@@ -95,10 +95,6 @@ def _projection_backward_input(arguments: dict[str, Any]) -> cards.Work:
     return cards.Work(cards.bytes_of(arguments["dx_ptr"], arguments["dconv_ptrs"]) + class_tokens)
 
 
-def _sums(arguments: dict[str, Any]) -> cards.Work:
-    return cards.Work(cards.bytes_of(arguments["partial_ptr"], arguments["sum_ptr"]))
-
-
 def _sweep(kernel: str, stages: tuple[int, ...], **values: tuple[int, ...]) -> cards.Sweep:
     """Returns the configurations of a sliding-row kernel."""
     tried = {"pairs": (1, 2, 4, 8), "channels": (64,), "registers": (128, 168), "resident_warps": (8, 12, 16)}
@@ -137,7 +133,7 @@ CARDS = {
             "conv_projection_bwd_conv": _projection_backward_convolution,
             "conv_projection_bwd_input": _projection_backward_input,
             "merge_stats": functools.partial(cards.once, names="partial counts mean var"),
-            "sum_regions": _sums,
+            "sum_regions": functools.partial(cards.once, names="partial sum"),
         },
         uncounted={
             "conv_projection": "w gamma beta mean var sums",

@@ -51,8 +51,8 @@ from ..conv_projection.triton.sliding import (
     load_above,
     load_at,
     load_outputs,
+    load_scaled,
     load_vector,
-    load_weights,
     locate_strip,
     output_lanes,
     rows_of,
@@ -124,11 +124,7 @@ def _load_halved(w_ptr, bias_ptr, place, LANES: tl.constexpr, SPEC: tl.constexpr
     start = tl.zeros([P, BC], LANES.accumulator)
     if SPEC.has_bias:
         start = load_vector(bias_ptr, place, LANES) * 0.5
-    weights = load_weights(w_ptr, place, LANES)
-    taps = ()
-    for t in tl.static_range(9):
-        taps = taps + (weights[t] * 0.5,)
-    return start, taps
+    return start, load_scaled(w_ptr, place, 0.5, LANES)
 
 
 @triton.jit

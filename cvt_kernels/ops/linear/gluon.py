@@ -324,28 +324,6 @@ def _consume_tiles(
     tma.store_wait(pendings=0)
 
 
-@gluon.jit
-def _consume_even(
-    out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-    rows, second, third, tiles, x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC: gl.constexpr,
-):  # fmt: skip
-    _consume_tiles(
-        0, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-        rows, second, third, tiles, x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _consume_odd(
-    out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-    rows, second, third, tiles, x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC: gl.constexpr,
-):  # fmt: skip
-    _consume_tiles(
-        1, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-        rows, second, third, tiles, x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC,
-    )  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=["rows", "second", "third", "tiles"])
 def _pingpong_product_kernel(
     x, weight, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
@@ -373,15 +351,13 @@ def _pingpong_product_kernel(
     grid_dependency_synchronize()
     gl.warp_specialize(
         [
-            (_consume_even, (
-                out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-                rows, second, third, tiles, x_ring, weight_ring, even_buffer, full, empty, turns, arrived,
-                SPEC,
+            (_consume_tiles, (
+                0, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, second, third,
+                tiles, x_ring, weight_ring, even_buffer, full, empty, turns, arrived, SPEC,
             )),
-            (_consume_odd, (
-                out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-                rows, second, third, tiles, x_ring, weight_ring, odd_buffer, full, empty, turns, arrived,
-                SPEC,
+            (_consume_tiles, (
+                1, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, second, third,
+                tiles, x_ring, weight_ring, odd_buffer, full, empty, turns, arrived, SPEC,
             )),
             (_load_tiles, (x, weight, second, third, tiles, x_ring, weight_ring, full, empty, SPEC)),
         ],

@@ -95,9 +95,8 @@ def _run(
     dtype: torch.dtype,
 ) -> Tensor:
     def pack() -> _Packed:
-        with torch.inference_mode(False):  # copies made in inference mode could not be used outside it
-            packed = _ops.pack_linear_int8.default(weight)
-            return _Packed(packed, weight_scale.contiguous(), _vector(bias))
+        packed = _ops.pack_linear_int8.default(weight)
+        return _Packed(packed, weight_scale.contiguous(), _vector(bias))
 
     packed = weight_cache.packed(weight, "linear_int8", pack, (weight_scale, bias))
     return _ops.linear_int8_packed.default(

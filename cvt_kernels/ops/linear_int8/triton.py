@@ -32,7 +32,7 @@ from ...backends import Record
 from ...launch import formulas, launching
 from ...launch.records import Rows
 from ...records import LEAST, LIMITS, QuantizedRows
-from ..conv_embedding.triton.common import Parts, channels_of, layer_norm, load_vector
+from ..conv_embedding.triton.common import Parts, channels_of, layer_norm, load_vector, within
 from ..graph_operators import launcher
 from ..triton_gelu import activate
 from ..triton_launch import contiguous, grid_dependency_synchronize
@@ -100,15 +100,6 @@ def _rows_of_program(SPEC: tl.constexpr):
 
 
 @triton.jit
-def _mask(part, row, count, SPEC: tl.constexpr):
-    PARTS: tl.constexpr = SPEC.parts
-    mask = row < count
-    if (part + 1) * PARTS.width > PARTS.channels:
-        mask = mask & (channels_of(part, PARTS)[None, None, :] < PARTS.channels)
-    return mask
-
-
-@triton.jit
 def _load_rows(x_ptr, first, row, count, SPEC: tl.constexpr):
     """Returns the parts of some rows in float32, zeros beyond their end."""
     PARTS: tl.constexpr = SPEC.parts
@@ -117,8 +108,8 @@ def _load_rows(x_ptr, first, row, count, SPEC: tl.constexpr):
     x_ptr += first * C
     xs = ()
     for part in tl.static_range(COUNT):
-        c = channels_of(part, PARTS)[None, None, :]
-        x = tl.load(x_ptr + (row * C + c), mask=_mask(part, row, count, SPEC), other=0.0)
+        ptrs = x_ptr + (row * C + channels_of(part, PARTS))
+        x = tl.load(ptrs, mask=within(part, row < count, PARTS), other=0.0)
         xs = xs + (x.to(tl.float32),)
     return xs
 
@@ -192,9 +183,9 @@ def _store_rounded(ys, values_ptr, scales_ptr, first, row, rows, SPEC: tl.conste
     tl.store(scales_ptr + first + row, tl.where(is_finite, scales, float("nan")), mask=row < count)
     values_ptr += first * C
     for part in tl.static_range(COUNT):
-        c = channels_of(part, PARTS)[None, None, :]
+        ptrs = values_ptr + (row * C + channels_of(part, PARTS))
         value = tl.where(is_finite, ys[part], 0.0) * factor
-        tl.store(values_ptr + (row * C + c), _rounded(value, SPEC), mask=_mask(part, row, count, SPEC))
+        tl.store(ptrs, _rounded(value, SPEC), mask=within(part, row < count, PARTS))
 
 
 # Kernels --------------------------------------------------------------------------------------------------

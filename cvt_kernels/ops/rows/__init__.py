@@ -129,9 +129,6 @@ def scatter_rows(
     return x.copy_(out) if inplace else out
 
 
-# Checks ---------------------------------------------------------------------------------------------------
-
-
 def _check_index(x: Tensor, rows: Tensor) -> None:
     checks.check_dimensions("x", x, 3, _TOKENS)
     if x.shape[1] == 0 or x.shape[2] == 0:

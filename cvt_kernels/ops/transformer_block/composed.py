@@ -132,47 +132,25 @@ def _project_packed(
 ) -> Sequence[Tensor]:
     """Returns queries, keys and values by packed weights."""
     if block.reduce is None and rows is None:
-        return linear(y, *_side_by_side(layers)).chunk(3, dim=2)
+        return linear(y, *weight_cache.packed_linears(layers)).chunk(3, dim=2)
     queries = linear(y if rows is None else gather_rows(y, rows), *layers[0])
     if isinstance(block.reduce, Reduction):
         made = _reduce(y, grid, block.reduce, layers[1:])
     else:
-        made = linear(y, *_side_by_side(layers[1:]))
+        made = linear(y, *weight_cache.packed_linears(layers[1:]))
     return queries, *made.chunk(2, dim=2)
-
-
-def _side_by_side(layers: Sequence[Linear]) -> Linear:
-    """Returns layers of the same tokens as one, packed."""
-
-    @torch.inference_mode(False)  # copies made in inference mode could not be used outside it
-    @torch.no_grad()
-    def pack() -> Linear:
-        weight = torch.cat([layer.weight for layer in layers])
-        if all(layer.bias is None for layer in layers):
-            return Linear(weight)
-        return Linear(weight, torch.cat([_bias_of(layer) for layer in layers]))
-
-    first, *others = (tensor for layer in layers for tensor in layer)
-    assert first is not None
-    return weight_cache.packed(first, f"{len(layers)} layers side by side", pack, others)
-
-
-def _bias_of(layer: Linear) -> Tensor:
-    return layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias
 
 
 def _reduce(y: Tensor, grid: tuple[int, int], reduction: Reduction, layers: Sequence[Linear]) -> Tensor:
     """Returns layers of reduced tokens side by side, by a weight packed with channels last."""
     weight, bias, norm = reduction
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def pack() -> Tensor:
         return weight.clone(memory_format=torch.channels_last)
 
     packed = weight_cache.packed(weight, "channels last", pack)
     vectors = bias, norm.weight, norm.bias
-    (made,) = reduction_linear(y, grid, packed, *vectors, [_side_by_side(layers)], eps=norm.eps)
+    (made,) = reduction_linear(y, grid, packed, *vectors, [weight_cache.packed_linears(layers)], eps=norm.eps)
     return made
 
 

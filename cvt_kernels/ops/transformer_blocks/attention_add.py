@@ -47,9 +47,6 @@ def tile_rows(queries: tuple[int, ...], keys: int, outputs: int, multiprocessors
     return None
 
 
-# Kernel ---------------------------------------------------------------------------------------------------
-
-
 class Attending(NamedTuple):
     """The compile-time constants of the kernel."""
 

@@ -31,7 +31,7 @@ from .. import weight_cache
 from ..attention import attention
 from ..autograd import count_change
 from ..conv_linear.gluon import multiply
-from ..conv_linear.stacked import branches_of, packed_linears, project, taps_of, why_not_projected
+from ..conv_linear.stacked import branches_of, project, taps_of, why_not_projected
 from ..conv_projection.triton.forward import NormOfRows
 from ..layer_norm_gelu import layer_norm
 from ..linear import gluon
@@ -107,7 +107,7 @@ def _project(
     taps: Tensor | None,
 ) -> Tensor:
     """Computes Q, K and V; x is normalized if it has neither statistics nor one launch."""
-    norm, linears = None, packed_linears(block.linears)  # type: ignore[arg-type]
+    norm, linears = None, weight_cache.packed_linears(block.linears)  # type: ignore[arg-type]
     if sums is not None or taps is not None:
         weight, bias, eps = block.norm1
         assert weight is not None

@@ -67,6 +67,14 @@ def channels_of(part, PARTS: tl.constexpr):
 
 
 @triton.jit
+def within(part, mask, PARTS: tl.constexpr):
+    """Returns a mask of rows, [..., 1], for the channels of a part."""
+    if (part + 1) * PARTS.width > PARTS.channels:
+        mask = mask & (channels_of(part, PARTS) < PARTS.channels)
+    return mask
+
+
+@triton.jit
 def load_vector(ptr, zeros, PARTS: tl.constexpr):
     """Returns the parts of a vector (C,), each ``zeros`` + [width], with zeros beyond C; () for None.
 

@@ -30,6 +30,7 @@ from .common import (
     layer_norm,
     load_vector,
     store_class_token,
+    within,
 )
 
 #: Elements of a segment, and of a row of a factor of a product. Tensor cores take 16-bit factors in pairs, of
@@ -285,11 +286,8 @@ def _conv_embedding_embed_kernel(
         ys = layer_norm(accs, bias, gamma, beta, eps, PARTS)
         t = tile * M + tl.arange(0, M)
         for part in tl.static_range(COUNT):
-            c = channels_of(part, PARTS)
-            mask = (t < tokens)[:, None]
-            if (part + 1) * WIDTH > C:
-                mask = mask & (c < C)[None, :]
-            offsets = t[:, None] * C + c[None, :]
+            mask = within(part, (t < tokens)[:, None], PARTS)
+            offsets = t[:, None] * C + channels_of(part, PARTS)[None, :]
             y = add_position(ys[part], positions_ptr, offsets, mask, PARTS)
             tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
 

@@ -26,6 +26,7 @@ from .common import (
     layer_norm,
     load_vector,
     store_class_token,
+    within,
 )
 from .embed import embed, why_not_embedded
 from .patches import gather, why_not_gathered
@@ -40,7 +41,6 @@ def _conv_embedding_normalize_kernel(
     grid_dependency_synchronize()
     C: tl.constexpr = PARTS.channels
     COUNT: tl.constexpr = PARTS.count
-    WIDTH: tl.constexpr = PARTS.width
     image = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
     x_ptr += image * tokens * C
@@ -58,20 +58,16 @@ def _conv_embedding_normalize_kernel(
     xs = ()
     for part in tl.static_range(COUNT):
         c = channels_of(part, PARTS)[None, None, :]
-        mask = t < tokens
-        if (part + 1) * WIDTH > C:
-            mask = mask & (c < C)
-        xs = xs + (tl.load(x_ptr + t * C + c, mask=mask, other=0.0).to(PARTS.accumulator),)
+        x = tl.load(x_ptr + t * C + c, mask=within(part, t < tokens, PARTS), other=0.0)
+        xs = xs + (x.to(PARTS.accumulator),)
     zeros = tl.zeros([1, ROWS, 1], tl.int32)
     bias = load_vector(bias_ptr, zeros, PARTS)
     gamma = load_vector(gamma_ptr, zeros, PARTS)
     beta = load_vector(beta_ptr, zeros, PARTS)
     ys = layer_norm(xs, bias, gamma, beta, eps, PARTS)
     for part in tl.static_range(COUNT):
+        mask = within(part, t < tokens, PARTS)
         c = channels_of(part, PARTS)[None, None, :]
-        mask = t < tokens
-        if (part + 1) * WIDTH > C:
-            mask = mask & (c < C)
         y = add_position(ys[part], positions_ptr, t * C + c, mask, PARTS)
         tl.store(out_ptr + t * C + c, y.to(out_ptr.dtype.element_ty), mask=mask)
 

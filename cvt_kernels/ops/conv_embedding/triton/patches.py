@@ -33,6 +33,7 @@ from .common import (
     has_class_token,
     layer_norm,
     load_vector,
+    within,
 )
 
 #: The most pixels of a step with channels first: 16 bytes of the weight are adjacent then, as are 8 channels
@@ -215,7 +216,6 @@ def _conv_embedding_patches_kernel(
     M: tl.constexpr = GATHER.block_m
     C: tl.constexpr = PARTS.channels
     COUNT: tl.constexpr = PARTS.count
-    WIDTH: tl.constexpr = PARTS.width
     row = tl.program_id(0) * M + tl.arange(0, M)
     window = row
     t = row % tokens
@@ -233,9 +233,7 @@ def _conv_embedding_patches_kernel(
     out_ptrs = out_ptr + row.to(tl.int64)[:, None] * C
     for part in tl.static_range(COUNT):
         c = channels_of(part, PARTS)
-        mask = inside
-        if (part + 1) * WIDTH > C:
-            mask = mask & (c < C)[None, :]
+        mask = within(part, inside, PARTS)
         y = ys[part]
         if class_token_ptr is not None:
             y = tl.where((t == 0)[:, None], class_token[part][None, :], y)

@@ -22,8 +22,6 @@ MAX_CHANNELS = 512
 
 launch.register(ConvLinear, formulas.conv_linear, "conv_linear")
 
-# Plans ----------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Group:

@@ -13,7 +13,7 @@ from .... import modes
 from ....backends import Record
 from ....launch import launching
 from ...conv_projection.triton.common import Geometry, Parameters, class_tokens, maybe_contiguous
-from ...conv_projection.triton.sliding import load_vector, load_weights, units, why_not_sliding, widen
+from ...conv_projection.triton.sliding import load_scaled, load_vector, units, why_not_sliding, widen
 from ...graph_operators import launcher
 from ...linear.triton.forward import grouped_linear_forward
 from ...triton_launch import grid_dependency_synchronize, rounded
@@ -47,11 +47,7 @@ def _fold(channels, w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, LANES: t
     """Returns a branch's initial sum and taps, with BatchNorm folded into them."""
     scale = load_vector(gamma_ptr, channels, LANES) * tl.rsqrt(load_vector(var_ptr, channels, LANES) + eps)
     start = load_vector(beta_ptr, channels, LANES) - load_vector(mean_ptr, channels, LANES) * scale
-    weights = load_weights(w_ptr, channels, LANES)
-    taps = ()
-    for t in tl.static_range(9):
-        taps = taps + (weights[t] * scale,)
-    return start, taps
+    return start, load_scaled(w_ptr, channels, scale, LANES)
 
 
 @triton.jit

@@ -30,6 +30,7 @@ from .sliding import (
     load_at,
     load_output_above,
     load_outputs,
+    load_scaled,
     load_vector,
     load_weights,
     locate_strip,
@@ -109,12 +110,6 @@ def channels_of(region, CHANNELS: tl.constexpr, LANES: tl.constexpr):
     BC: tl.constexpr = LANES.channels
     BLOCKS: tl.constexpr = (CHANNELS + BC - 1) // BC
     return tl.program_id(0) * BC - region * (BLOCKS * BC) + tl.arange(0, BC)[None, :]
-
-
-@triton.jit
-def _inverse_deviation(var_ptr, eps, place, LANES: tl.constexpr):
-    """Returns 1 / √(var + ε), [P, BC]."""
-    return 1.0 / tl.sqrt(load_vector(var_ptr, place, LANES) + eps)
 
 
 @triton.jit
@@ -236,7 +231,7 @@ def _affine(
 
     With given statistics, start is 0 and there are no taps.
     """
-    rstd = _inverse_deviation(var_ptr, eps, place, LANES)
+    rstd = 1.0 / tl.sqrt(load_vector(var_ptr, place, LANES) + eps)
     scale = load_vector(gamma_ptr, place, LANES) * rstd
     (start,) = zeros(1, LANES)
     taps = ()
@@ -244,9 +239,7 @@ def _affine(
         slope = load_vector(sums_ptr + CHANNELS, place, LANES) * inverse_count * rstd * scale
         start = load_vector(mean_ptr, place, LANES) * slope
         start -= load_vector(sums_ptr, place, LANES) * inverse_count * scale
-        weights = load_weights(w_ptr, place, LANES)
-        for t in tl.static_range(9):
-            taps = taps + (-slope * weights[t],)
+        taps = load_scaled(w_ptr, place, -slope, LANES)
     return scale, start, taps
 
 

@@ -28,6 +28,7 @@ from .sliding import (
     SlidingTiling,
     column_limits,
     load_at,
+    load_scaled,
     load_vector,
     load_weights,
     locate_strip,
@@ -48,11 +49,7 @@ def _folded(w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, place, LANES: tl
     """Returns the initial sum and the taps, with BatchNorm folded into them."""
     scale = load_vector(gamma_ptr, place, LANES) / tl.sqrt(load_vector(var_ptr, place, LANES) + eps)
     start = load_vector(beta_ptr, place, LANES) - load_vector(mean_ptr, place, LANES) * scale
-    weights = load_weights(w_ptr, place, LANES)
-    taps = ()
-    for t in tl.static_range(9):
-        taps = taps + (weights[t] * scale,)
-    return start, taps
+    return start, load_scaled(w_ptr, place, scale, LANES)
 
 
 @triton.jit

@@ -313,6 +313,16 @@ def load_weights(w_ptr, place, LANES: tl.constexpr):
     return taps
 
 
+@triton.jit
+def load_scaled(w_ptr, place, factor, LANES: tl.constexpr):
+    """Returns the taps of weights, times a factor."""
+    weights = load_weights(w_ptr, place, LANES)
+    taps = ()
+    for t in tl.static_range(9):
+        taps = taps + (weights[t] * factor,)
+    return taps
+
+
 # The steps down a strip -----------------------------------------------------------------------------------
 
 

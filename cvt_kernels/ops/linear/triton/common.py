@@ -111,24 +111,19 @@ class LinearTiling(NamedTuple):
 
     def launch(self, kernel: Any, x: Tensor, weight: Tensor, **given: Any) -> None:
         """Launches a kernel on x (M, K) and the weight (N, K), with these arguments besides the sizes."""
+        spec, operands = self.spec, {"x": x, "weight": weight}
+        if spec.has_descriptors:
+            operands["x"] = _described(x, spec.block_m, spec.block_k)
+            operands["weight"] = _described(weight, spec.width, spec.block_k)
         launching.launch(
-            kernel, (self.programs,), on=x, options=self.options, x=self.rows(x), weight=self.weight(weight),
-            rows=x.shape[0], SPEC=self.spec, **given,
+            kernel, (self.programs,), on=x, options=self.options, **operands, rows=x.shape[0], SPEC=spec,
+            **given,
         )  # fmt: skip
 
-    def rows(self, x: Tensor) -> Tensor | TensorDescriptor:
-        """Returns x (M, K) as the kernel's argument: itself or a descriptor."""
-        return _described(x, self.spec.block_m, self.spec.block_k) if self.spec.has_descriptors else x
-
-    def weight(self, weight: Tensor) -> Tensor | TensorDescriptor:
-        """Returns the weight (N, K) as the kernel's argument."""
-        return _described(weight, self.spec.width, self.spec.block_k) if self.spec.has_descriptors else weight
-
     def result(self, out: Tensor) -> Tensor | TensorDescriptor:
-        """Returns a result (M, N) as the kernel's argument."""
-        return (
-            _described(out, self.spec.block_m, self.spec.store_width) if self.spec.writes_descriptors else out
-        )
+        """Returns a result (M, N) as the kernel's argument: itself or a descriptor."""
+        spec = self.spec
+        return _described(out, spec.block_m, spec.store_width) if spec.writes_descriptors else out
 
 
 def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -38,14 +38,8 @@ def _store_gelu(
     sums += load_columns(bias_ptr, first_column + tl.arange(0, WIDTH), SPEC)
     if pre is not None:
         store_part(pre, first_row, first_column, rows, sums, SPEC)
-    store_part(
-        out,
-        first_row,
-        first_column,
-        rows,
-        activate(sums, APPROXIMATE, SPEC.is_half, SPEC.hardware_tanh),
-        SPEC,
-    )
+    activated = activate(sums, APPROXIMATE, SPEC.is_half, SPEC.hardware_tanh)
+    store_part(out, first_row, first_column, rows, activated, SPEC)
 
 
 @triton.jit

@@ -74,8 +74,6 @@ class KernelSpec(NamedTuple):
         )
 
 
-# The kernel -----------------------------------------------------------------------------------------------
-
 _ONES = tl.constexpr(16)  # the least depth of a product
 
 
