@@ -215,19 +215,13 @@ class Maker:
         mean, variance = self._randn(channels).to(dtype), self._randn(channels).abs().add(0.1).to(dtype)
         tracked = self.statistics != "none"
         weight = self.parameter(channels, 1, kernel, kernel, scale=1 / kernel)
-        return ConvBatchNorm(
-            weight,
-            self.optional(channels, scale=0.25, shift=1.0, dtype=dtype),
-            self.optional(channels, dtype=dtype),
-            mean if tracked else None,
-            variance if tracked else None,
-            torch.tensor(3) if tracked else None,
-            stride,
-            padding,
-            dilation,
-            None if self.statistics == "averaged" else 0.1,
-            self.eps,
+        scale = self.optional(channels, scale=0.25, shift=1.0, dtype=dtype)
+        statistics: tuple[Any, Any, Any] = (
+            (mean, variance, torch.tensor(3)) if tracked else (None, None, None)
         )
+        momentum = None if self.statistics == "averaged" else 0.1
+        shift = self.optional(channels, dtype=dtype)
+        return ConvBatchNorm(weight, scale, shift, *statistics, stride, padding, dilation, momentum, self.eps)
 
     def index(
         self, batch: int, tokens: int, count: int, *, ascending: bool = False, first: bool = False

@@ -164,7 +164,7 @@ def packed_linears(layers: Sequence[tuple[Tensor, Tensor | None]]) -> Linear:
         ]
         return Linear(torch.cat(weights), torch.cat(given))
 
-    return packed(weights[0], f"{len(layers)} layers", pack, [*weights[1:], *biases])
+    return packed(weights[0], f"{len(layers)} layers side by side", pack, [*weights[1:], *biases])
 
 
 def vector(given: Tensor | None, size: int, absent: float = 0.0) -> Tensor:
@@ -173,12 +173,7 @@ def vector(given: Tensor | None, size: int, absent: float = 0.0) -> Tensor:
 
 
 def why_unpackable(x: Tensor, *others: Tensor | None) -> str | None:
-    """Returns why a CPU kernel for inference, which packs weights, cannot serve a call, or None.
-
-    Args:
-        x: The first tensor of the call.
-        others: All others.
-    """
+    """Returns why a CPU kernel for inference, which packs weights, cannot serve these tensors, or None."""
     if torch.compiler.is_compiling():
         return "is not for torch.compile, which cannot trace what keeps packed weights"
     plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in (x, *others) if tensor is not None)

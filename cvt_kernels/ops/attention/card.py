@@ -71,13 +71,7 @@ def _attention_of_pyramids(step: cards.Step) -> None:
 
 
 def _attention_work(arguments: dict[str, Any], names: str, products: int) -> cards.Work:
-    """Describes a kernel of attention.
-
-    Args:
-        arguments: Of the launch.
-        names: Its tensors without ``_ptr``; one that the launch lacks is not counted.
-        products: Products of all queries with all keys.
-    """
+    """Describes a kernel by its tensors, which a launch may lack, and its products of queries and keys."""
     given = {name: arguments.get(f"{name}_ptr") for name in names.split()}
     if not arguments.get("STORE_STATS", True):
         del given["stats"]

@@ -22,6 +22,7 @@ from ... import machine, modes, reference
 from ...backends import Record
 from ...records import ConvBatchNorm, flattened, summands, unflattened
 from ..autograd import gradients_again
+from . import momentum_of_batch
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
@@ -244,15 +245,11 @@ def _update_running_statistics(
     for i, conv in enumerate(convs):
         if conv.running_mean is None or conv.running_var is None:
             continue
-        momentum = conv.momentum
-        if conv.num_batches_tracked is not None:
-            conv.num_batches_tracked.add_(1)
-            if momentum is None:
-                momentum = 1.0 / conv.num_batches_tracked.item()
+        momentum = momentum_of_batch(conv) or 0.0
         height, width = conv.output_grid(grid)
         values = x.shape[0] * height * width
-        _move(conv.running_mean, norms[4 * i + 2], momentum or 0.0)
-        _move(conv.running_var, norms[4 * i + 3], momentum or 0.0, values / (values - 1))
+        _move(conv.running_mean, norms[4 * i + 2], momentum)
+        _move(conv.running_var, norms[4 * i + 3], momentum, values / (values - 1))
 
 
 def _move(running: Tensor, batch: Tensor | None, momentum: float, correction: float = 1.0) -> None:

@@ -69,11 +69,6 @@ launch.register(Sliding, formulas.depthwise_bwd_conv, "depthwise_conv_gelu_bwd_c
 # Tilings --------------------------------------------------------------------------------------------------
 
 
-def geometry_of(grid: Sequence[int]) -> Geometry:
-    """Returns the geometry of the convolution on a grid, for the sliding-row kernels."""
-    return Geometry.of(grid, (1,))
-
-
 class GeluSpec(NamedTuple):
     """The compile-time constants of a kernel besides its lanes': ``SPEC`` in the kernels."""
 
@@ -95,7 +90,7 @@ def _tiling(
     config = launch.configuration(f"depthwise_conv_gelu_{kernel}", x.dtype, (x.shape[2],), rows, chip)
     if _prefers_half(config, x.shape[2], alignment_of(x, parameters)):
         config = replace(config, channels=config.channels // 2)
-    tiling = SlidingTiling.by(config, x, geometry_of(grid), parameters)
+    tiling = SlidingTiling.by(config, x, Geometry.of(grid, (1,)), parameters)
     is_half = x.element_size() == 2
     spec = GeluSpec(approximate, is_half, is_half and not machine.INTERPRETING, has_bias)
     # There is no class token, and one convolution of stride 1.
@@ -280,7 +275,7 @@ def conv_gelu_backward(
         dy_ptr=dy, da_ptr=da, partial_ptr=partial, regions=tiling.regions,
     )  # fmt: skip
     sums, dx = sum_regions(partial, (9, 1) if has_bias else (9,), x.dtype), x.new_empty(x.shape)
-    sliding_backward_input(dx, geometry_of(grid), (weight,), (da,), (dy,))
+    sliding_backward_input(dx, Geometry.of(grid, (1,)), (weight,), (da,), (dy,))
     return dx, sums
 
 

@@ -78,14 +78,10 @@ class RowSpec(NamedTuple):
         rows = max(32 * config.num_warps * 16 // parts.width, 1)
         repeats = max(config.elements // triton.next_power_of_2(rows * parts.width * parts.count), 1)
         spec = cls(
-            parts=parts,
-            rows=rows,
-            repeats=repeats,
-            limit=LIMITS[dtype],
-            is_float8=dtype == torch.float8_e4m3fn,
-            interpreted=machine.INTERPRETING,
+            parts=parts, rows=rows, repeats=repeats, limit=LIMITS[dtype],
+            is_float8=dtype == torch.float8_e4m3fn, interpreted=machine.INTERPRETING,
             converts_exactly=not machine.INTERPRETING and chip.capability >= 90,
-        )
+        )  # fmt: skip
         return spec, config
 
 

@@ -231,13 +231,14 @@ def head_forward(
     for i, (map_height, map_width) in enumerate(sizes):
         of_maps |= {f"height{i}": map_height, f"width{i}": map_width}
         of_maps |= {f"ratio_y{i}": map_height / height, f"ratio_x{i}": map_width / width}
-    strides = dict(zip(("image", "channel", "row", "column"), x.stride(), strict=True))
+    names = "image_stride", "channel_stride", "row_stride", "column_stride"
+    strides = dict(zip(names, x.stride(), strict=True))
     launching.launch(
         _segmentation_head_kernel, (batch * tiles, -(-classes // (spec.width * spec.parts))), on=x,
         options=config.options,
         x_ptr=x, w_ptr=weight, bias_ptr=bias, map_ptrs=tuple(products), classifier_ptr=classifier_weight,
         classifier_bias_ptr=classifier_bias, out_ptr=out, height=height, width=width, tiles_x=tiles_x,
-        tiles=tiles, SPEC=spec, **of_maps, **{f"{name}_stride": each for name, each in strides.items()},
+        tiles=tiles, SPEC=spec, **of_maps, **strides,
     )  # fmt: skip
     return out
 

@@ -41,7 +41,6 @@ from ..linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8
 from ..mlp import layer_norm_mlp
 from ..reduction_linear import reduction_linear
 from ..rows import gather_rows, scatter_rows
-from .reduction import reduce_tokens
 
 
 def transformer_block(call: Record) -> Any:
@@ -160,6 +159,28 @@ def _tokens_to_project(y: Tensor, grid: tuple[int, int], block: TransformerBlock
         kept = reduce_tokens(y, grid, block.reduce)
         return y, kept, kept
     return conv_projection(y, grid, block.convs, training=False) if block.convs else (y, y, y)
+
+
+def reduce_tokens(x: Tensor, grid: tuple[int, int], reduction: Reduction) -> Tensor:
+    """Reduces tokens (B, H·W, C) to (B, H'·W', C)."""
+    weight, bias, norm = reduction
+    kept = linear(squares_of(x, grid, weight.shape[-1]), matrix_of(weight), bias)
+    return layer_norm(kept, norm.weight, norm.bias, eps=norm.eps)
+
+
+def squares_of(x: Tensor, grid: tuple[int, int], ratio: int) -> Tensor:
+    """Returns the squares of ratio × ratio tokens of x (B, H·W, C) as rows (B, H'·W', ratio² · C)."""
+    image = x.unflatten(1, grid)
+    if modes.is_known(grid[0] % ratio == 0) and modes.is_known(grid[1] % ratio == 0):
+        squares = image.unflatten(2, (-1, ratio)).unflatten(1, (-1, ratio)).transpose(2, 3)
+    else:  # without the last rows and columns, which a slice of symbolic sizes would compare
+        squares = image.unfold(1, ratio, ratio).unfold(2, ratio, ratio).movedim(3, 5)
+    return squares.flatten(3).flatten(1, 2)
+
+
+def matrix_of(weight: Tensor) -> Tensor:
+    """Returns the weight (outputs, C, ratio, ratio) of a reduction as (outputs, ratio² · C)."""
+    return weight.permute(0, 2, 3, 1).flatten(1)
 
 
 def _finish(

@@ -169,6 +169,9 @@ def _attention_bwd_dkdv_kernel(
     _store_dk_and_dv(dk_ptr, dv_ptr, place, key, keys, heads, dk, dv, scale, SPEC)
 
 
+# All three in one launch ----------------------------------------------------------------------------------
+
+
 @triton.jit
 def _attention_bwd_kernel(
     q_ptr, k_ptr, v_ptr, dout_ptr, stats_ptr, delta_ptr, dq_ptr, dk_ptr, dv_ptr,

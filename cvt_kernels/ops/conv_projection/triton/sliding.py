@@ -59,13 +59,9 @@ class SlidingTiling(NamedTuple):
 
     @classmethod
     def of(cls, kernel: str, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> SlidingTiling:
-        """Returns the tiling of a kernel for tokens ``x`` (B, T, C).
+        """Returns the tiling of a kernel, such as ``sliding_fwd``, for tokens x (B, T, C) or their gradient.
 
-        Args:
-            kernel: Its name, such as ``sliding_fwd``.
-            x: The tokens, or their gradient.
-            geometry: Of convolutions that :func:`why_not_sliding` accepts.
-            others: Other tensors read or written two channels at a time.
+        ``others`` are the other tensors that are read or written two channels at a time.
         """
         return cls.by(configuration(kernel, x), x, geometry, others)
 
@@ -117,14 +113,11 @@ def _tiling(
     strips = -(-height // (2 * row_pairs))
     groups = -(-batch // images)
     regions = groups * strips * col_blocks
-    tile = Lanes(
-        pairs=pairs,
-        channels=block,
-        is_packed=dtype.itemsize == 2 and alignment % 4 == 0,
-        element=ELEMENTS[dtype],
-        accumulator=tl.float64 if dtype == torch.float64 else tl.float32,
+    lanes = Lanes(
+        pairs=pairs, channels=block, is_packed=dtype.itemsize == 2 and alignment % 4 == 0,
+        element=ELEMENTS[dtype], accumulator=tl.float64 if dtype == torch.float64 else tl.float32,
         alignment=alignment,
-    )
+    )  # fmt: skip
     arguments = {
         "batch": batch,
         "groups": groups,
@@ -136,7 +129,7 @@ def _tiling(
         "CHANNELS": channels,
         "CLASS_TOKEN": tokens - height * width,
         "STRIDES": geometry.strides,
-        "LANES": tile,
+        "LANES": lanes,
     }
     options = {"num_warps": pairs, "maxnreg": config.registers}
     return SlidingTiling(options, regions * channel_blocks, regions, arguments)

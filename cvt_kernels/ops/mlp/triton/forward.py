@@ -62,16 +62,11 @@ class KernelSpec(NamedTuple):
         """Returns the specification for rows ``x``, operands of ``dtype`` and PyTorch's TF32 setting."""
         tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         return cls(
-            channels=x.shape[-1],
-            hidden=hidden,
-            block_c=padded(x.shape[-1]),
-            approximate=approximate,
-            residual_first=x.element_size() == 2,
-            is_half=dtype.itemsize == 2,
+            channels=x.shape[-1], hidden=hidden, block_c=padded(x.shape[-1]), approximate=approximate,
+            residual_first=x.element_size() == 2, is_half=dtype.itemsize == 2,
             hardware_tanh=dtype.itemsize == 2 and not machine.INTERPRETING,
-            unpack=x.dtype == torch.bfloat16 and not machine.INTERPRETING,
-            **product_types(dtype, tf32=tf32),
-        )
+            unpack=x.dtype == torch.bfloat16 and not machine.INTERPRETING, **product_types(dtype, tf32=tf32),
+        )  # fmt: skip
 
 
 _ONES = tl.constexpr(16)  # the least depth of a product
