@@ -25,10 +25,8 @@ def gradients_again(
 ) -> list[Tensor | None]:
     """Returns gradients that can be differentiated again, for a backward under ``create_graph=True``.
 
-    Args:
-        formula: Computes the results from the tensors by PyTorch's operators.
-        tensors: Saved arguments, or results that the others follow from.
-        douts: The gradients of the results. A tensor that requires none gets None.
+    ``formula`` computes the results, whose gradients are ``douts``, by PyTorch's operators from the tensors:
+    saved arguments, or results that the others follow from. A tensor that requires no gradient gets None.
     """
     # Aliases, since one of the tensors may be computed from another.
     given = [None if each is None else each.view_as(each) for each in tensors]

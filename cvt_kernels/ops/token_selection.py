@@ -98,10 +98,8 @@ def select_tokens(
     ranked = _ranked(scores, present)
     count = present.sum(1)
     if keep == "entropy":
-        budget, most = (
-            _budgets(scores * present, count, bounds),
-            max(1, math.ceil(bounds[1] * before - _ROUNDING)),
-        )
+        budget = _budgets(scores * present, count, bounds)
+        most = max(1, math.ceil(bounds[1] * before - _ROUNDING))
         kept = most if _needs_known_shapes(scores) or not batch else int(budget.max())
     else:
         budget, kept = _part(count, keep), max(1, math.ceil(keep * before - _ROUNDING))

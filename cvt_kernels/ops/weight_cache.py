@@ -60,40 +60,38 @@ class Uses:
         return not any(copy.is_outdated for copy, _, _ in self._uses)
 
 
-_noted = threading.local()
+class _Thread(threading.local):
+    uses: Uses | None = None
+    is_frozen = False
+
+
+_thread = _Thread()
 
 
 def is_noting() -> bool:
     """Returns whether this thread is within :func:`noted_uses`."""
-    return getattr(_noted, "uses", None) is not None
+    return _thread.uses is not None
 
 
 @contextlib.contextmanager
 def noted_uses() -> Iterator[Uses]:
     """Records the copies that this thread reads within a block, since a CUDA graph of it reads them again."""
-    previous, uses = getattr(_noted, "uses", None), Uses()
-    _noted.uses = uses
+    previous, uses = _thread.uses, Uses()
+    _thread.uses = uses
     try:
         yield uses
     finally:
-        _noted.uses = previous
-
-
-class _Frozen(threading.local):
-    is_on = False
-
-
-_frozen = _Frozen()
+        _thread.uses = previous
 
 
 @contextlib.contextmanager
 def kept_on_gpu() -> Iterator[None]:
     """Keeps packed copies on a GPU within a block, whose weights change only where PyTorch counts it."""
-    before, _frozen.is_on = _frozen.is_on, True
+    before, _thread.is_frozen = _thread.is_frozen, True
     try:
         yield
     finally:
-        _frozen.is_on = before
+        _thread.is_frozen = before
 
 
 def stream_of(made: Any) -> torch.cuda.Stream | None:
@@ -133,9 +131,9 @@ def packed(
         make: Makes the copy, which must not refer to the tensors.
         others: Other tensors packed with it, whose changes count too.
     """
-    uses: Uses | None = getattr(_noted, "uses", None)
+    uses = _thread.uses
     is_capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    if (is_capturing and uses is None) or (weight.is_cuda and not _frozen.is_on):
+    if (is_capturing and uses is None) or (weight.is_cuda and not _thread.is_frozen):
         return make()
     tensors, place = (weight, *others), (weight.data_ptr(), key)
     copy = _known.get(place)

@@ -42,8 +42,7 @@ def _attention(m: Any) -> Any:
         if m.excluded == "block":
             excluded[..., : -(-bias.shape[-1] // 2)] = True
         bias = bias.masked_fill(excluded, -math.inf).requires_grad_(m.gradient == "all")
-    scale = m.scale
-    return (q, k, v), {"scale": scale, "bias": bias, "dropout_p": 0.0, "position": position}
+    return (q, k, v), {"scale": m.scale, "bias": bias, "dropout_p": 0.0, "position": position}
 
 
 def _attention_stage(step: cards.Step) -> None:

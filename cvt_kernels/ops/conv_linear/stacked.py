@@ -31,15 +31,9 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor, tuple[int, ...]], An
 
 
 def project(
-    multiply: Multiply,
-    x: Tensor,
-    grid: tuple[int, int],
-    convs: Sequence[ConvBatchNorm],
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: NormOfRows | None = None,
-    taps: Tensor | None = None,
-) -> Tensor:
+    multiply: Multiply, x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], weight: Tensor,
+    bias: Tensor | None, norm: NormOfRows | None = None, taps: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Returns the results of all branches as rows of one matrix; :func:`branches_of` finds them in it.
 
     Weights (branches · outputs, C) and biases of the linear layers lie below one another; ``norm`` is a

@@ -84,9 +84,8 @@ def _projection_sums(arguments: dict[str, Any]) -> cards.Work:
 
 
 def _projection_backward_convolution(arguments: dict[str, Any]) -> cards.Work:
-    return cards.Work(
-        _inputs_bytes(arguments) + cards.bytes_of(arguments["dconv_ptrs"], arguments["partial_ptr"])
-    )
+    written = cards.bytes_of(arguments["dconv_ptrs"], arguments["partial_ptr"])
+    return cards.Work(_inputs_bytes(arguments) + written)
 
 
 def _projection_backward_input(arguments: dict[str, Any]) -> cards.Work:

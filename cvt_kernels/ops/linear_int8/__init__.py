@@ -27,9 +27,8 @@ MOST_INPUTS = 2**16
 def _cost_class_of_rows(call: Record) -> str:
     x, given = call.x, call._asdict()
     words = f"{gelu_words(call.approximate)}, " if "approximate" in given else ""
-    words += (
-        f"{size_class(rows_of(x.shape))} rows of {x.shape[-1]} channels to {checks.dtype_name(call.dtype)}"
-    )
+    words += f"{size_class(rows_of(x.shape))} rows of {x.shape[-1]} channels"
+    words += f" to {checks.dtype_name(call.dtype)}"
     return words + ("" if x.is_contiguous() else ", strided")
 
 

@@ -85,15 +85,9 @@ def _shape_of(x: Tensor, x_scales: Any, weight: Any, weight_scale: Tensor, *othe
 @launcher("linear_int8", _shape_of)  # it packs when it runs
 @torch.no_grad()
 def _run(
-    x: Tensor,
-    x_scales: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    dtype: torch.dtype,
-) -> Tensor:
+    x: Tensor, x_scales: Tensor | None, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
+    residual: Tensor | None, activation: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     def pack() -> _Packed:
         packed = _ops.pack_linear_int8.default(weight)
         return _Packed(packed, weight_scale.contiguous(), _vector(bias))

@@ -4,9 +4,8 @@
 - ``layer_norm_quantize``: the same of layer_norm(x + shift)
 - ``gelu_quantize``: the same of gelu(x + bias)
 
-The limit is 127 for int8 and 448 for float8_e4m3fn. Layout: x (..., K) as PyTorch has
-it; dimensions before the last are M rows. Inputs that are not contiguous are copied first; results are
-contiguous.
+The limit is 127 for int8 and 448 for float8_e4m3fn. Layout: x (..., K) as PyTorch has it; dimensions before
+the last are M rows. Inputs that are not contiguous are copied first; results are contiguous.
 
 Rounding: a program holds several short rows in registers, from one read of x to one write of the values.
 Results of LayerNorm and GELU stay in float32 until they are rounded. The largest number of a row is found by

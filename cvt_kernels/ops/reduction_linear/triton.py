@@ -2,9 +2,9 @@
 
 SegFormer and PVT reduce the tokens of keys and values: a convolution of windows side by side, LayerNorm, and
 the layers of K and of V. A program has whole reduced tokens in registers, as in
-``conv_embedding/triton/patches``. It rounds them,
-and multiplies them by all weights of the layers. The reduced tokens, the inputs of these products, are never
-in memory, and a launch reads x once and writes keys and values once. Nothing is saved; no gradients.
+``conv_embedding/triton/patches``. It rounds them, and multiplies them by all weights of the layers. The
+reduced tokens, the inputs of these products, are never in memory, and a launch reads x once and writes keys
+and values once. Nothing is saved; no gradients.
 """
 
 from __future__ import annotations

@@ -24,10 +24,8 @@ _TOKENS, _INDEX, _ROWS = "(batch, tokens, channels)", "(batch, rows)", "(batch, 
 def _cost_class(call: Record) -> str:
     x, given = call.x, call._asdict()
     batch, tokens, channels = x.shape
-    words = (
-        f"{size_class(call.rows.numel() * channels)} of {size_class(batch * tokens * channels)} elements, "
-    )
-    words += f"{channels} channels"
+    words = f"{size_class(call.rows.numel() * channels)} of {size_class(batch * tokens * channels)} elements"
+    words += f", {channels} channels"
     if "values" in given and call.branch is None:
         words += ", without a branch"
     others = given.get("values"), given.get("branch")

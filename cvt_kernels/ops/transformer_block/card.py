@@ -92,15 +92,9 @@ def _pyramid_block_of(step: cards.Step, c: int) -> TransformerBlock:
 
 
 def _block(
-    step: cards.Step,
-    reduce: Any,
-    c: int,
-    hidden: int,
-    heads: int,
-    scale: float | None,
-    approximate: Any,
+    step: cards.Step, reduce: Any, c: int, hidden: int, heads: int, scale: float | None, approximate: Any,
     depthwise: DepthwiseConv | None,
-) -> TransformerBlock:
+) -> TransformerBlock:  # fmt: skip
     def layer(inputs: int, outputs: int) -> Linear:
         return Linear(step.tensor(outputs, inputs), step.tensor(outputs))
 

@@ -67,8 +67,7 @@ def _why_convolutional_unsupported(call: Record) -> str | None:
 
 
 # Packed parameters ----------------------------------------------------------------------------------------
-
-
+#
 # Both return arguments of the operators in their order: see ``csrc/module.cpp``.
 
 

@@ -128,8 +128,8 @@ def attention_add(
     """Writes residual + attention(q, k, v) · weightᵀ + bias to ``out``; returns the statistics of its rows.
 
     These are (2, parts, rows) in float32, as ``linear.gluon.Statistics`` has them, of parts of ``COLUMNS``.
-    q, k and v (B, N, h, D) have 16 bits and contiguous channels, the weight is (N, h · D), the residual (B ·
-    Nq, N), both contiguous; ``out`` is like the residual, perhaps the same. ``block_m`` is of
+    q, k and v (B, N, h, D) have 16 bits and contiguous channels; the weight (N, h · D) and the residual
+    (B · Nq, N) are contiguous. ``out`` is like the residual, perhaps the same. For ``block_m`` see
     :func:`tile_rows`.
     """
     (batch, queries, heads, head_dim), keys, outputs = q.shape, k.shape[1], out.shape[1]

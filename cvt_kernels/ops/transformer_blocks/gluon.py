@@ -37,8 +37,6 @@ from ..layer_norm_gelu import layer_norm
 from ..linear import gluon
 from . import attention_add
 
-# The second half of a block ---------------------------------------------------------------------------------
-
 
 def _finish(heads: list[Tensor], stream: Tensor, block: TransformerBlock, *, has_statistics: bool) -> Tensor:
     """Overwrites the stream (M, C) by all from attention to the end of a block.
@@ -95,17 +93,10 @@ def _folded_fc1(block: TransformerBlock) -> tuple[Tensor, Tensor, Tensor]:
     return weight_cache.packed(weight, "fc1 with LayerNorm", fold, others=[bias, gamma, beta])
 
 
-# The blocks -------------------------------------------------------------------------------------------------
-
-
 def _project(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    sums: Tensor | None,
-    width: int,
+    x: Tensor, grid: tuple[int, int], block: TransformerBlock, sums: Tensor | None, width: int,
     taps: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes Q, K and V; x is normalized if it has neither statistics nor one launch."""
     norm, linears = None, weight_cache.packed_linears(block.linears)  # type: ignore[arg-type]
     if sums is not None or taps is not None:

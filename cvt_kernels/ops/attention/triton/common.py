@@ -17,8 +17,6 @@ from ...triton_launch import padded, product_types
 #: The most channels of a head; there is no configuration for more.
 MAX_HEAD_DIM = 128
 
-# Configurations and tiles ---------------------------------------------------------------------------------
-
 launch.register(
     Attention, formulas.attention, *(f"attention_{kernel}" for kernel in formulas.ATTENTION_KERNELS)
 )
@@ -60,8 +58,6 @@ class KernelSpec(NamedTuple):
             head_dim=q.shape[3], block_d=padded(q.shape[3]), **product_types(q.dtype, tf32=tf32, exact=True)
         )
 
-
-# Launch arguments -----------------------------------------------------------------------------------------
 
 _LOG2E = 1.4426950408889634
 _SMALLEST = torch.finfo(torch.float32).tiny

@@ -199,8 +199,7 @@ def _attention_fwd_loop_kernel(
 
 
 # The launch of a forward ----------------------------------------------------------------------------------
-
-
+#
 # Where a graph has convolutions, Inductor lays out what has four dimensions and is saved for the backward as
 # images with channels last, by a copy. So tokens are (B, T, heads · D), and statistics (B · heads, 2, T).
 

@@ -217,14 +217,9 @@ def sliding_forward(
 ) -> None:  # fmt: skip
     """Writes every branch (B, Tᵢ, C) to ``outs``, normalized by the given statistics (C,).
 
-    Args:
-        x: The tokens (B, T, C), of 16 bits and contiguous where there is a ``norm``.
-        geometry: Of convolutions that :func:`why_not_sliding` accepts.
-        epss: Of each branch.
-        parameters: Of all branches.
-        outs: Where each branch is written.
-        norm: LayerNorm of the tokens before the convolutions, if any.
-        first_rows: The token of each ``out`` from which on it is written, if not from the first on.
+    The geometry is one that :func:`why_not_sliding` accepts. ``norm`` is a LayerNorm of the tokens before the
+    convolutions; x (B, T, C) has 16 bits and is contiguous then. ``first_rows`` are the tokens of ``outs``
+    from which on they are written, if not from the first on.
     """
     config, read = configuration("sliding_fwd", x), [*parameters.weights]
     if norm is not None:

@@ -177,16 +177,9 @@ class Start(NamedTuple):
 
 
 def linear_starts(
-    dout: Tensor,
-    dtype: torch.dtype,
-    bias: torch.dtype | None,
-    *,
-    pre: Tensor | None = None,
-    approximate: str = "none",
-    activates: bool = False,
-    scale: Tensor | None = None,
-    scales_sum: bool = False,
-) -> Start:
+    dout: Tensor, dtype: torch.dtype, bias: torch.dtype | None, *, pre: Tensor | None = None,
+    approximate: str = "none", activates: bool = False, scale: Tensor | None = None, scales_sum: bool = False,
+) -> Start:  # fmt: skip
     """Returns the gradients of a product with what follows it, for a contiguous one of the output (M, N).
 
     ``dtype`` is the product's and ``bias`` the dtype of a bias, None if its gradient is not needed. If GELU

@@ -37,9 +37,6 @@ def part_width(outputs: int, widest: int, parts: int) -> int:
     return min(widths, key=lambda width: (-(-outputs // width) * width, -width), default=widest)
 
 
-# Kernel specification -------------------------------------------------------------------------------------
-
-
 class KernelSpec(NamedTuple):
     """The compile-time constants of a kernel."""
 
