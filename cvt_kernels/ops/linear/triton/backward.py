@@ -191,8 +191,9 @@ def linear_starts(
         return Start(dout, dout, None)
     activates = activates and pre is not None
     scales_sum = scales_sum and scale is not None
-    asked = dtype if changes else None, bias, pre, approximate, activates, scale, scales_sum
-    made = iter(_starts(dout, *asked))
+    made = iter(
+        _starts(dout, dtype if changes else None, bias, pre, approximate, activates, scale, scales_sum)
+    )
     return Start(
         product=next(made) if changes else dout,
         residual=next(made) if scales_sum else dout,
