@@ -23,7 +23,7 @@ from cvt_kernels.models.families.cvt import OWN_BLOCK, OWN_CLASSIFIER
 from cvt_kernels.models.forward import apply_layer_norm, forward_block
 from cvt_kernels.models.matching import parts_if_fused
 from cvt_kernels.modes import autocast_enabled, is_known, is_transformed
-from cvt_kernels.ops.attention.modules import attend_by_modules
+from cvt_kernels.ops.attention import attend_by_modules
 from cvt_kernels.ops.layer_norm_gelu import gelu
 from cvt_kernels.ops.rows import gather_rows, scatter_rows
 from cvt_kernels.ops.token_selection import score_tokens, select_tokens

@@ -25,7 +25,7 @@ from ..ops.mlp import mlp_add
 from ..ops.reduction_linear import reduction_linear
 from ..ops.rows import gather_rows, scatter_rows
 from ..ops.token_selection import score_tokens
-from ..ops.transformer_block.reduction import matrix_of, squares_of
+from ..ops.transformer_block.composed import matrix_of, squares_of
 from ..records import ConvBatchNorm, GeluVariant, Linear, QuantizedRows, trains
 from .blocks import BlockParts, gelu_variant, is_stochastic_depth
 from .watching import is_plain_linear, is_watched

@@ -25,13 +25,8 @@ def gradients_again(
 ) -> list[Tensor | None]:
     """Returns gradients that can be differentiated again, for a backward under ``create_graph=True``.
 
-    Args:
-        formula: Computes the results from the tensors by PyTorch's operators.
-        tensors: Saved arguments, or results that the others follow from.
-        douts: The gradients of the results.
-
-    Returns:
-        The gradients of the tensors, None for those that require none.
+    ``formula`` computes the results, whose gradients are ``douts``, by PyTorch's operators from the tensors:
+    saved arguments, or results that the others follow from. A tensor that requires no gradient gets None.
     """
     # Aliases, since one of the tensors may be computed from another.
     given = [None if each is None else each.view_as(each) for each in tensors]
@@ -89,8 +84,15 @@ class _CastTogether(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Casts the gradients that there are."""
-        cast_apart = _cast_each if torch.is_grad_enabled() else _cast_apart
-        return None, None, *_cast_back(cast_apart, gradients, ctx.dtype, ctx.rows)
+        parts = [
+            part
+            for gradient, rows in zip(gradients, ctx.rows, strict=True)
+            for part in ([None] * len(rows) if gradient is None else _split(gradient, rows))
+        ]
+        given = [part for part in parts if part is not None]
+        again = torch.is_grad_enabled()
+        made = iter([part.to(ctx.dtype) for part in given] if again else _cast_apart(given, ctx.dtype))
+        return None, None, *[None if part is None else next(made) for part in parts]
 
 
 def _empty_groups(tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int]) -> list[Tensor]:
@@ -116,53 +118,16 @@ def _rows_of(tensors: Sequence[Tensor], counts: Sequence[int]) -> list[list[int]
     return [[len(each) for each in group] for group in _grouped(tensors, counts)]
 
 
-def _cast_back(
-    cast_apart: Callable[..., list[Tensor]],
-    gradients: Sequence[Tensor | None],
-    dtype: torch.dtype,
-    rows: Sequence[list[int]],
-) -> list[Tensor | None]:
-    """Returns the gradients of the tensors that :func:`_cast` put below one another."""
-    given = [each for each in gradients if each is not None]
-    parts = [each for gradient, each in zip(gradients, rows, strict=True) if gradient is not None]
-    counts = [len(each) for each in parts]
-    wide = iter(cast_apart(given, dtype, [n for each in parts for n in each], counts))
-    return [
-        None if gradient is None else next(wide)
-        for gradient, each in zip(gradients, rows, strict=True)
-        for _ in each
-    ]
+def _empty_like(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [torch.empty_like(each, dtype=dtype) for each in tensors]
 
 
-def _empty_parts(
-    tensors: Sequence[Tensor], dtype: torch.dtype, rows: Sequence[int], counts: Sequence[int]
-) -> list[Tensor]:
-    return [torch.empty_like(each, dtype=dtype) for each in _split_all(tensors, rows, counts)]
-
-
-@launcher("cast_apart", _empty_parts)
-def _cast_apart(
-    tensors: list[Tensor], dtype: torch.dtype, rows: list[int], counts: list[int]
-) -> list[Tensor]:
-    """Returns the parts of tensors in a dtype, as many of each as ``counts`` says, with so many rows."""
-    wide = _empty_parts(tensors, dtype, rows, counts)
-    _cast_all(_split_all(tensors, rows, counts), wide)
-    return wide
-
-
-def _cast_each(
-    tensors: Sequence[Tensor], dtype: torch.dtype, rows: Sequence[int], counts: Sequence[int]
-) -> list[Tensor]:
-    """Returns what :func:`_cast_apart` does, with derivatives."""
-    return [part.to(dtype) for part in _split_all(tensors, rows, counts)]
-
-
-def _split_all(tensors: Sequence[Tensor], rows: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
-    return [
-        part
-        for tensor, each in zip(tensors, _grouped(rows, counts), strict=True)
-        for part in _split(tensor, each)
-    ]
+@launcher("cast_apart", _empty_like)
+def _cast_apart(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Returns the tensors in a dtype."""
+    made = _empty_like(tensors, dtype)
+    _cast_all(tensors, made)
+    return made
 
 
 def _cast_all(tensors: Sequence[Tensor], made: Sequence[Tensor]) -> None:
@@ -180,14 +145,11 @@ def _split(tensor: Tensor, rows: Sequence[int]) -> list[Tensor]:
     return [tensor] if len(rows) == 1 else list(tensor.split(list(rows)))
 
 
-def cast_together(
-    tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int] | None = None
-) -> tuple[Tensor, ...]:
+def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype, counts: Sequence[int]) -> tuple[Tensor, ...]:
     """Casts tensors of one dtype, and in the backward their gradients, by one launch for all on a GPU.
 
-    With ``counts``, the first so many tensors become one, below one another, then the next, and so on.
+    The first so many tensors as ``counts`` says become one, below one another, then the next, and so on.
     """
-    counts = (1,) * len(tensors) if counts is None else tuple(counts)
     return _CastTogether.apply(dtype, counts, *tensors)
 
 
@@ -198,13 +160,7 @@ def count_change(written: Tensor) -> None:
 
 
 def check_inplace(name: str, written: Tensor, *tensors: Tensor | None) -> None:
-    """Raises ValueError where a call must not write its result into the tensor ``name``.
-
-    Args:
-        name: The argument's name.
-        written: The tensor.
-        tensors: All tensors of the call; any of them may require a gradient.
-    """
+    """Raises ValueError where a call of some tensors must not write into the one ``name``."""
     if modes.wants_gradient(*tensors):
         raise ValueError("inplace: got True where a gradient is wanted, expected False")
     if not written.is_contiguous():

@@ -27,49 +27,38 @@ from ..tuning import tuner
 
 
 class Card(NamedTuple):
-    """An operator as tests and tools see it.
+    """An operator as tests and tools see it."""
 
-    Attributes:
-        call: Makes the positional and the keyword arguments of a call with a :class:`Maker`.
-        choices: The choices of every setting, the simplest first.
-        examples: Settings of examples by name. All have ``usual``; ``odd``, a single row, pixel or token of
-            few channels; ``empty``, no images or rows; ``many``, enough for several threads; and
-            ``tiny``, for derivatives by differences. With ``inplace=True`` it can write in place.
-        without_gradients: The backends that compute no gradients, and refuse them.
-        rounds: Whether it rounds to 8 bits, or to a class, and has no gradients at all.
-        normalizes: Whether it has a LayerNorm.
-        multiplies: Whether it multiplies matrices or convolves, which counters of operations count.
-        needed: Backend → settings without which it serves no example.
-        wrong: Tensor of the example ``usual`` → wrong shapes of it, where the usual ones do not do.
-        stages: What a stage of a model calls of it, by name: the shapes of the benchmarks, and for Triton's
-            kernels the launches of ``cvt compile``.
-        work: Kernel, without ``_`` before and ``_kernel`` behind → what a launch has to move and to multiply.
-        uncounted: Start of kernels' names → their tensors whose bytes are no work, without ``_ptr``.
-        accesses: Calls of Triton's kernels, without full tiles, whose accesses are checked, by name.
-        emulated: Settings of larger ones for the emulator, which runs them in each dtype unless they have
-            one, by name.
-        factors: The parameters that Triton's kernels multiply in TF32 where PyTorch allows it for float32.
-        sweeps: Launch configurations to time on a GPU, by name of the job, whose first word is in ``stages``.
-        found: Cases of the fuzzer that failed once, as it has shrunk them.
-    """
-
+    # Makes the positional and the keyword arguments of a call with a :class:`Maker`
     call: Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
-    choices: Mapping[str, tuple[Any, ...]]
+    choices: Mapping[str, tuple[Any, ...]]  # The choices of every setting, the simplest first
+    # Settings of examples by name. All have ``usual``; ``odd``, a single row, pixel or token of few channels;
+    # ``empty``, no images or rows; ``many``, enough for several threads; and ``tiny``, for derivatives by
+    # differences. With ``inplace=True`` it can write in place.
     examples: Mapping[str, dict[str, Any]]
-    without_gradients: tuple[str, ...] = ()
-    rounds: bool = False
-    normalizes: bool = False
-    multiplies: bool = True
-    needed: Mapping[str, dict[str, Any]] = {}
+    without_gradients: tuple[str, ...] = ()  # The backends that compute no gradients, and refuse them
+    rounds: bool = False  # Whether it rounds to 8 bits, or to a class, and has no gradients at all
+    normalizes: bool = False  # Whether it has a LayerNorm
+    multiplies: bool = True  # Whether it multiplies matrices or convolves, which counters of operations count
+    needed: Mapping[str, dict[str, Any]] = {}  # Backend → settings without which it serves no example
+    # Tensor of the example ``usual`` → wrong shapes of it, where the usual ones do not do
     wrong: Mapping[str, tuple[tuple[int, ...], ...]] = {}
+    # What a stage of a model calls of it, by name: the shapes of the benchmarks, and for Triton's kernels the
+    # launches of ``cvt compile``
     stages: Mapping[str, Launches] = {}
+    # Kernel, without ``_`` before and ``_kernel`` behind → what a launch has to move and to multiply
     work: Mapping[str, Callable[[dict[str, Any]], Work]] = {}
+    # Start of kernels' names → their tensors whose bytes are no work, without ``_ptr``
     uncounted: Mapping[str, str] = {}
+    # Calls of Triton's kernels, without full tiles, whose accesses are checked, by name
     accesses: Mapping[str, Accesses] = {}
+    # Settings of larger ones for the emulator, which runs them in each dtype unless they have one, by name
     emulated: Mapping[str, str] = {}
+    # The parameters that Triton's kernels multiply in TF32 where PyTorch allows it for float32
     factors: tuple[str, ...] = ()
+    # Launch configurations to time on a GPU, by name of the job, whose first word is in ``stages``
     sweeps: Mapping[str, Sweep] = {}
-    found: tuple[str, ...] = ()
+    found: tuple[str, ...] = ()  # Cases of the fuzzer that failed once, as it has shrunk them
 
     def settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the settings ``given``, and the simplest choice of each of the others.
@@ -83,41 +72,24 @@ class Card(NamedTuple):
 
 
 class Accesses(NamedTuple):
-    """A call by Triton whose accesses are checked.
+    """A call by Triton whose accesses are checked."""
 
-    Attributes:
-        kernels: The kernels that it launches, without ``_`` before and ``_kernel`` behind.
-        words: Its settings, as of :func:`worded`.
-        capability: The GPU that it is planned for.
-        is_dense: Whether the launches read all rows of their tensors.
-    """
-
-    kernels: str
-    words: str
-    capability: int = 90
-    is_dense: bool = True
+    kernels: str  # The kernels that it launches, without ``_`` before and ``_kernel`` behind
+    words: str  # Its settings, as of :func:`worded`
+    capability: int = 90  # The GPU that it is planned for
+    is_dense: bool = True  # Whether the launches read all rows of their tensors
 
 
 class Sweep(NamedTuple):
-    """The launch configurations of a kernel that are worth trying.
+    """The launch configurations of a kernel that are worth trying."""
 
-    Attributes:
-        part: The part of ``make gpu`` that times them, without ``sweep_``.
-        stages: The stages of CvT-13 whose launches this part times.
-        kernel: Its name in ``cvt_kernels/launch``.
-        record: The class of the configuration.
-        values: Field of the configuration → values.
-        launched: The kernel that is timed, if it has another name.
-        training: Whether the kernel is one of training.
-    """
-
-    part: str
-    stages: tuple[int, ...]
-    kernel: str
-    record: type
-    values: dict[str, tuple[int, ...]]
-    launched: str = ""
-    training: bool = False
+    part: str  # The part of ``make gpu`` that times them, without ``sweep_``
+    stages: tuple[int, ...]  # The stages of CvT-13 whose launches this part times
+    kernel: str  # Its name in ``cvt_kernels/launch``
+    record: type  # The class of the configuration
+    values: dict[str, tuple[int, ...]]  # Field of the configuration → values
+    launched: str = ""  # The kernel that is timed, if it has another name
+    training: bool = False  # Whether the kernel is one of training
 
     def configurations(self) -> list[Any]:
         """Returns every combination of the values."""
@@ -163,17 +135,11 @@ def all_cards() -> dict[str, Card]:
 
 
 class Made(NamedTuple):
-    """A call with its tensors.
+    """A call with its tensors."""
 
-    Attributes:
-        call: The arguments of the implementations.
-        douts: Makes the gradient of an output, given one like it.
-        ignored: (B, K) of the rows of the first output that mean nothing; None for none.
-    """
-
-    call: tuner.Call
-    douts: Callable[[Tensor], Tensor]
-    ignored: Tensor | None = None
+    call: tuner.Call  # The arguments of the implementations
+    douts: Callable[[Tensor], Tensor]  # Makes the gradient of an output, given one like it
+    ignored: Tensor | None = None  # (B, K) of the rows of the first output that mean nothing; None for none
 
 
 def make(operator: str, settings: Mapping[str, Any], seed: int = 0) -> Made:
@@ -249,19 +215,13 @@ class Maker:
         mean, variance = self._randn(channels).to(dtype), self._randn(channels).abs().add(0.1).to(dtype)
         tracked = self.statistics != "none"
         weight = self.parameter(channels, 1, kernel, kernel, scale=1 / kernel)
-        return ConvBatchNorm(
-            weight,
-            self.optional(channels, scale=0.25, shift=1.0, dtype=dtype),
-            self.optional(channels, dtype=dtype),
-            mean if tracked else None,
-            variance if tracked else None,
-            torch.tensor(3) if tracked else None,
-            stride,
-            padding,
-            dilation,
-            None if self.statistics == "averaged" else 0.1,
-            self.eps,
+        scale = self.optional(channels, scale=0.25, shift=1.0, dtype=dtype)
+        statistics: tuple[Any, Any, Any] = (
+            (mean, variance, torch.tensor(3)) if tracked else (None, None, None)
         )
+        momentum = None if self.statistics == "averaged" else 0.1
+        shift = self.optional(channels, dtype=dtype)
+        return ConvBatchNorm(weight, scale, shift, *statistics, stride, padding, dilation, momentum, self.eps)
 
     def index(
         self, batch: int, tokens: int, count: int, *, ascending: bool = False, first: bool = False
@@ -408,6 +368,7 @@ APPROXIMATE = {"approximate": VARIANTS}
 RESULT = {"result": ("none", "float32", "bfloat16", "float16")}
 ABSENT = {"absent": ("none", "some", "all")}
 OUTPUTS = {"outputs": WIDE}
+LAYER = COMMON | LEADING | OUTPUTS
 SHIFTED = {"shifted": BOTH}
 INPLACE = {"inplace": BOTH}
 
@@ -479,24 +440,15 @@ class Embedding(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The shape that the blocks of a stage work on.
+    """The shape that the blocks of a stage work on."""
 
-    Attributes:
-        grid: Height and width, in tokens.
-        channels: Channels of a token; of a pyramid, those between the two linear layers of the Mix-FFN.
-        class_tokens: 1 where a class token precedes the grid, else 0.
-        embedding: What makes these tokens; of a pyramid, what makes fewer of them for keys and values, or
-            None.
-        decoder: Channels of the decode head whose logits have this grid, or 0.
-        heads: Of attention; 0 for one of each 64 channels.
-    """
-
-    grid: tuple[int, int]
-    channels: int
-    class_tokens: int
+    grid: tuple[int, int]  # Height and width, in tokens
+    channels: int  # Channels of a token; of a pyramid, those between the two linear layers of the Mix-FFN
+    class_tokens: int  # 1 where a class token precedes the grid, else 0
+    # What makes these tokens; of a pyramid, what makes fewer of them for keys and values, or None
     embedding: Embedding | None
-    decoder: int = 0
-    heads: int = 0
+    decoder: int = 0  # Channels of the decode head whose logits have this grid, or 0
+    heads: int = 0  # Of attention; 0 for one of each 64 channels
 
 
 class Step:
@@ -540,32 +492,23 @@ class Step:
 
 
 class Launches(NamedTuple):
-    """Calls of a stage, which launch kernels.
+    """Calls of a stage, which launch kernels."""
 
-    Attributes:
-        run: Makes calls with a :class:`Step`.
-        of_pyramids: Whether SegFormer, PVT and PVT v2 make them, rather than CvT.
-    """
-
-    run: Callable[[Step], None]
-    of_pyramids: bool = False
+    run: Callable[[Step], None]  # Makes calls with a :class:`Step`
+    of_pyramids: bool = False  # Whether SegFormer, PVT and PVT v2 make them, rather than CvT
 
 
 # What a launch has to move and to multiply ----------------------------------------------------------------
 
 
 class Work(NamedTuple):
-    """The least that a launch has to move and to multiply.
+    """The least that a launch has to move and to multiply."""
 
-    Attributes:
-        bytes: Bytes that must be read from memory or written to it, each once, whatever programs share.
-            Vectors, the weights of depthwise convolutions and attention's bias do not count, but those of
-            linear layers do.
-        flops: Operations of matrix products on tensor cores, without padding. Two of 8-bit numbers count as
-            one, since they take as long.
-    """
-
+    # Bytes that must be read from memory or written to it, each once, whatever programs share. Vectors, the
+    # weights of depthwise convolutions and attention's bias do not count, but those of linear layers do.
     bytes: int
+    # Operations of matrix products on tensor cores, without padding. Two of 8-bit numbers count as one, since
+    # they take as long.
     flops: int = 0
 
 

@@ -39,13 +39,10 @@ _FEWEST_SCORES, _SCORES = 2**22, 2**20  # of an attention, per head, query and k
 
 
 def scores_within(factor: int) -> int:
-    """Returns the number of attention scores that a sample of one image may have.
+    """Returns the number of attention scores that a sample of one image may have, for a factor of a sample.
 
     A larger image is cut: time and memory of the reference, and of its copies in float64, would grow with the
     square of the pixels.
-
-    Args:
-        factor: As of a sample of images.
     """
     return max(_FEWEST_SCORES, _SCORES * factor)
 
@@ -74,14 +71,9 @@ def sampled(
 
 
 def first_images(call: Record, images: int, *fields: str, copied: str | None = None) -> Record:
-    """Returns the record of a call cut to its first images.
+    """Returns the record of a call whose tensors ``fields`` are cut to the first images.
 
-    Args:
-        call: The record.
-        images: The number of images.
-        fields: The tensors with a batch dimension; others stay.
-        copied: The tensor that the call writes to: it is copied, so that measurements leave the caller's
-            alone.
+    The tensor ``copied``, which the call writes to, is copied, so that measurements leave the caller's alone.
     """
     cut = {field: getattr(call, field)[:images] for field in fields if getattr(call, field) is not None}
     if copied is not None:

@@ -33,11 +33,7 @@ TokenKeep = float | Literal["entropy"]
 def spread_keys(grid: Grid, stride: int, *, class_token: bool, device: torch.device | None = None) -> Tensor:
     """Returns (S, T), the shares of each key's attention for the tokens; every row sums to 1.
 
-    Args:
-        grid: (H, W) of the tokens.
-        stride: Of the keys.
-        class_token: Whether there is one, token and key 0. It stands for itself.
-        device: The result's device.
+    A class token, token and key 0, stands for itself.
     """
     down, across = (
         interpolation(torch.arange(n, device=device) / stride, (n - 1) // stride + 1) for n in grid
@@ -59,16 +55,8 @@ def score_tokens(
 ) -> Tensor:
     """Returns the tokens' scores, (B, H·W) float32, with a sum of at most the number of heads.
 
-    A bias by position is ignored: neither a class token nor a mean of queries has a position.
-
-    Args:
-        q: Queries (B, Nq, h, D), a class token's first if there is one.
-        k: Keys (B, Nkv, h, D).
-        grid: (H, W) of the tokens.
-        stride: Of the keys.
-        scale: Factor on the scores of attention.
-        pool: ``"cls"`` for the query of the class token, ``"avg"`` for the mean query of the other tokens.
-        rows: (B, Nq), the queries' tokens; None if every token has a query.
+    Queries (B, Nq, h, D), a class token's first if there is one, are those of the tokens ``rows`` (B, Nq), or
+    of all. A bias by position is ignored: neither a class token nor a mean of queries has a position.
     """
     height, width = ((n - 1) // stride + 1 for n in grid)
     class_tokens = k.shape[1] - height * width
@@ -91,17 +79,11 @@ def select_tokens(
 ) -> Tensor:
     """Returns the rows (B, K) of the tokens that stay: the class token, then the best, ascending, then −1.
 
-    With a fraction every image keeps the same number. With ``"entropy"`` an image keeps exp(entropy) of its n
+    Scores are (B, H·W), not negative; ``rows`` are the tokens that stayed before, (B, K), None for all. With
+    a fraction every image keeps the same number. With ``"entropy"`` an image keeps exp(entropy) of its n
     tokens, the number that its scores are spread over, within ``bounds`` as fractions of n; K is the largest
     number of the batch, or the largest possible one where shapes must be static (torch.compile, export, CUDA
     graphs).
-
-    Args:
-        scores: (B, H·W), not negative.
-        rows: The tokens that stayed before, (B, K); None for all.
-        keep: The fraction or ``"entropy"``.
-        bounds: The least and the greatest fraction for ``"entropy"``.
-        class_token: Whether token 0 is one.
     """
     batch, tokens = scores.shape
     if rows is None:
@@ -116,10 +98,8 @@ def select_tokens(
     ranked = _ranked(scores, present)
     count = present.sum(1)
     if keep == "entropy":
-        budget, most = (
-            _budgets(scores * present, count, bounds),
-            max(1, math.ceil(bounds[1] * before - _ROUNDING)),
-        )
+        budget = _budgets(scores * present, count, bounds)
+        most = max(1, math.ceil(bounds[1] * before - _ROUNDING))
         kept = most if _needs_known_shapes(scores) or not batch else int(budget.max())
     else:
         budget, kept = _part(count, keep), max(1, math.ceil(keep * before - _ROUNDING))

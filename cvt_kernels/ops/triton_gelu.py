@@ -25,12 +25,8 @@ LARGEST_SQUARE = tl.constexpr(9.0)
 def activate(x, APPROXIMATE: tl.constexpr, IS_HALF: tl.constexpr, HARDWARE_TANH: tl.constexpr):
     """Returns gelu(x) of float32 or float64.
 
-    Args:
-        x: A tile.
-        APPROXIMATE: The variant, as ``cvt_kernels.gelu`` names it.
-        IS_HALF: Whether the result has 16 bits, so that erf may be approximated.
-        HARDWARE_TANH: Whether to use the GPU's tanh instruction, with a relative error of 2^-11, as of 16
-            bits.
+    APPROXIMATE is the variant. IS_HALF allows an approximate erf, for a result of 16 bits, and HARDWARE_TANH
+    the GPU's tanh instruction, with a relative error of 2^-11, as of 16 bits.
     """
     return activate_half(x * 0.5, APPROXIMATE, IS_HALF, HARDWARE_TANH)
 
@@ -58,17 +54,12 @@ def activate_half(h, APPROXIMATE: tl.constexpr, IS_HALF: tl.constexpr, HARDWARE_
 
 @triton.jit
 def derivative_half(h, APPROXIMATE: tl.constexpr, IS_HALF: tl.constexpr, HARDWARE: tl.constexpr):
-    """Returns gelu'(2 · h) of float32 or float64.
+    """Returns gelu'(2 · h) of float32 or float64; for the constants see :func:`activate`.
 
     With x = 2 · h it is Φ(x) + x · Φ'(x). Φ is the sigmoid of 2 · u, with u as above, and Φ' its derivative;
     but exact GELU uses the normal density, which takes fewer instructions than the polynomial's derivative.
-
-    Args:
-        h: A tile.
-        APPROXIMATE: The variant.
-        IS_HALF: As in :func:`activate`.
-        HARDWARE: Whether to use the GPU's instructions for powers and reciprocals. Unlike its tanh, these
-            have float32 accuracy; the slope of tanh would have twice tanh's error.
+    HARDWARE allows the GPU's instructions for powers and reciprocals. Unlike its tanh, these have float32
+    accuracy; the slope of tanh would have twice tanh's error.
     """
     if APPROXIMATE == "none" and not IS_HALF:
         return 0.5 + 0.5 * tl.erf(h * _SQRT_2) + h * _SQRT_2_OVER_PI * tl.exp(-2.0 * (h * h))

@@ -53,18 +53,12 @@ ELEMENTS = {
 
 
 def product_types(dtype: torch.dtype, *, tf32: bool = False, exact: bool = False) -> dict[str, Any]:
-    """Returns the constants of a matrix product of activations of a dtype.
+    """Returns the constants of a matrix product of activations of a dtype, in TF32 if PyTorch allows it.
 
-    Args:
-        dtype: The dtype.
-        tf32: Whether PyTorch allows TF32 for float32.
-        exact: Whether a product in TF32 is the sum of three, of what the factors are in TF32 and of the rest:
-            as exact as float32.
-
-    Returns:
-        ``element``, Triton's dtype of the activations; ``operand``, of the factors: ``element``, but float32
-        for bfloat16 in Triton's interpreter, whose product of bfloat16 is wrong; ``accumulator``, of sums;
-        ``precision``, the ``input_precision`` of ``tl.dot``.
+    If ``exact``, a product in TF32 is the sum of three, of what the factors are in TF32 and of the rest: as
+    exact as float32. The constants are ``element``, Triton's dtype of the activations; ``operand``, of the
+    factors: ``element``, but float32 for bfloat16 in Triton's interpreter, whose product of bfloat16 is
+    wrong; ``accumulator``, of sums; ``precision``, the ``input_precision`` of ``tl.dot``.
     """
     element = ELEMENTS[dtype]
     upcast = machine.INTERPRETING and dtype == torch.bfloat16

@@ -15,24 +15,13 @@ from torch.utils import _pytree as pytree
 
 from .. import modes
 from ..changes import State, is_fake, states
+from ..records import Linear
 
 _Packed = TypeVar("_Packed")
 
-# Packed copies --------------------------------------------------------------------------------------------
-
 
 class _Copy(State):
-    """A packed copy of a weight.
-
-    Args:
-        place: Its key in ``_known``.
-        tensors: The weight, and the other tensors packed with it.
-
-    Attributes:
-        place: Its key in ``_known``.
-        made: The packed copy; None until it is made.
-        stream: Where it was made on a GPU.
-    """
+    """A packed copy of a weight, and of other tensors packed with it; ``place`` is its key in ``_known``."""
 
     stream: torch.cuda.Stream | None = None
 
@@ -71,40 +60,38 @@ class Uses:
         return not any(copy.is_outdated for copy, _, _ in self._uses)
 
 
-_noted = threading.local()
+class _Thread(threading.local):
+    uses: Uses | None = None
+    is_frozen = False
+
+
+_thread = _Thread()
 
 
 def is_noting() -> bool:
     """Returns whether this thread is within :func:`noted_uses`."""
-    return getattr(_noted, "uses", None) is not None
+    return _thread.uses is not None
 
 
 @contextlib.contextmanager
 def noted_uses() -> Iterator[Uses]:
     """Records the copies that this thread reads within a block, since a CUDA graph of it reads them again."""
-    previous, uses = getattr(_noted, "uses", None), Uses()
-    _noted.uses = uses
+    previous, uses = _thread.uses, Uses()
+    _thread.uses = uses
     try:
         yield uses
     finally:
-        _noted.uses = previous
-
-
-class _Frozen(threading.local):
-    is_on = False
-
-
-_frozen = _Frozen()
+        _thread.uses = previous
 
 
 @contextlib.contextmanager
 def kept_on_gpu() -> Iterator[None]:
     """Keeps packed copies on a GPU within a block, whose weights change only where PyTorch counts it."""
-    before, _frozen.is_on = _frozen.is_on, True
+    before, _thread.is_frozen = _thread.is_frozen, True
     try:
         yield
     finally:
-        _frozen.is_on = before
+        _thread.is_frozen = before
 
 
 def stream_of(made: Any) -> torch.cuda.Stream | None:
@@ -144,9 +131,9 @@ def packed(
         make: Makes the copy, which must not refer to the tensors.
         others: Other tensors packed with it, whose changes count too.
     """
-    uses: Uses | None = getattr(_noted, "uses", None)
+    uses = _thread.uses
     is_capturing = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-    if (is_capturing and uses is None) or (weight.is_cuda and not _frozen.is_on):
+    if (is_capturing and uses is None) or (weight.is_cuda and not _thread.is_frozen):
         return make()
     tensors, place = (weight, *others), (weight.data_ptr(), key)
     copy = _known.get(place)
@@ -162,18 +149,29 @@ def packed(
     return copy.made
 
 
+def packed_linears(layers: Sequence[tuple[Tensor, Tensor | None]]) -> Linear:
+    """Returns linear layers as one, their weights and biases below one another, packed until one changes."""
+    weights, biases = [weight for weight, _ in layers], [bias for _, bias in layers]
+
+    def pack() -> Linear:
+        if all(bias is None for bias in biases):
+            return Linear(torch.cat(weights))
+        given = [
+            weight.new_zeros(len(weight)) if bias is None else bias
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
+        return Linear(torch.cat(weights), torch.cat(given))
+
+    return packed(weights[0], f"{len(layers)} layers side by side", pack, [*weights[1:], *biases])
+
+
 def vector(given: Tensor | None, size: int, absent: float = 0.0) -> Tensor:
     """Returns a parameter as kernels of a CPU read it, contiguous in float32; a constant for None."""
     return torch.full((size,), absent) if given is None else given.detach().float().contiguous()
 
 
 def why_unpackable(x: Tensor, *others: Tensor | None) -> str | None:
-    """Returns why a CPU kernel for inference, which packs weights, cannot serve a call, or None.
-
-    Args:
-        x: The first tensor of the call.
-        others: All others.
-    """
+    """Returns why a CPU kernel for inference, which packs weights, cannot serve these tensors, or None."""
     if torch.compiler.is_compiling():
         return "is not for torch.compile, which cannot trace what keeps packed weights"
     plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in (x, *others) if tensor is not None)
@@ -192,7 +190,9 @@ def _pack(copy: _Copy, tensors: Sequence[Tensor | None], make: Callable[[], Any]
         found = _known.get(copy.place)
         if found is not None and found.holds(tensors):
             return found
-        copy.made = make()
+        # Copies made in inference mode could not be used outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            copy.made = make()
         if is_fake(copy.made):
             return copy
         copy.stream = stream_of(copy.made)

@@ -98,7 +98,7 @@ import hashlib, importlib, sys, torch
 from cvt_kernels.launch import launching
 modules = (
     "linear.triton.forward", "attention.triton.forward", "attention.triton.backward", "mlp.triton.forward",
-    "conv_projection.triton.sliding_forward", "conv_linear.triton.forward", "linear.gluon",
+    "conv_projection.triton.forward", "conv_linear.triton.forward", "linear.gluon",
 )
 kernels = [
     value

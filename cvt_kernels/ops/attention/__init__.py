@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ... import checks, modes, reference
@@ -227,6 +227,19 @@ def attention(
     if dropout_p > 0:
         probabilities = F.dropout(probabilities, dropout_p)
     return torch.einsum("bhqk,bkhd->bqhd", probabilities, v).contiguous()
+
+
+def attend_by_modules(
+    q: Tensor, k: Tensor, v: Tensor, dropout: nn.Module, *, scale: float, position: PositionBias | None = None
+) -> Tensor:
+    """Computes attention of q, k and v (B, N, h, D) in plain PyTorch, with a module on its probabilities.
+
+    The module gets them as (B, h, Nq, Nkv). It returns tokens (B, Nq, C), the heads side by side.
+    """
+    scores = torch.einsum("bqhd,bkhd->bhqk", q * scale, k)
+    if position is not None:
+        scores = scores + position_bias(position, q.shape[1], k.shape[1])
+    return torch.einsum("bhqk,bkhd->bqhd", dropout(F.softmax(scores, dim=-1)), v).flatten(2)
 
 
 def check_attention_map(

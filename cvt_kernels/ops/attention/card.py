@@ -42,8 +42,7 @@ def _attention(m: Any) -> Any:
         if m.excluded == "block":
             excluded[..., : -(-bias.shape[-1] // 2)] = True
         bias = bias.masked_fill(excluded, -math.inf).requires_grad_(m.gradient == "all")
-    scale = m.scale
-    return (q, k, v), {"scale": scale, "bias": bias, "dropout_p": 0.0, "position": position}
+    return (q, k, v), {"scale": m.scale, "bias": bias, "dropout_p": 0.0, "position": position}
 
 
 def _attention_stage(step: cards.Step) -> None:
@@ -71,13 +70,7 @@ def _attention_of_pyramids(step: cards.Step) -> None:
 
 
 def _attention_work(arguments: dict[str, Any], names: str, products: int) -> cards.Work:
-    """Describes a kernel of attention.
-
-    Args:
-        arguments: Of the launch.
-        names: Its tensors without ``_ptr``; one that the launch lacks is not counted.
-        products: Products of all queries with all keys.
-    """
+    """Describes a kernel by its tensors, which a launch may lack, and its products of queries and keys."""
     given = {name: arguments.get(f"{name}_ptr") for name in names.split()}
     if not arguments.get("STORE_STATS", True):
         del given["stats"]
@@ -102,6 +95,11 @@ def _sweep(kernel: str, stages: tuple[int, ...]) -> cards.Sweep:
     name, training = f"attention_{kernel}", kernel.startswith("bwd")
     return cards.Sweep("attention", stages, name, Attention, tiles, training=training)
 
+
+#: Kernel → the stages of CvT-13 whose launches are timed.
+_SWEPT: dict[str, tuple[int, ...]] = {
+    "fwd_loop": (1,), "fwd": (2, 3), "bwd": (3,), "bwd_dq": (1,), "bwd_dkdv": (),
+}  # fmt: skip
 
 CARDS = {
     "attention": cards.Card(
@@ -135,18 +133,10 @@ CARDS = {
             "tiles": {"queries": 17, "keys": 70, "heads": 2, "channels": 16},
             "loop": {"queries": 5, "keys": 300, "channels": 16},
             "excluded": {"queries": 9, "keys": 17, "channels": 16, "bias": "matrix", "excluded": "some"},
-            "position": {
-                "batch": 2,
-                "position": "table",
-                "height": 4,
-                "width": 3,
-                "key_height": 2,
-                "key_width": 2,
-                "stride": 2,
-                "class_token": True,
-                "heads": 2,
-                "channels": 16,
-            },
+            "position": cards.worded(
+                "batch=2 position=table height=4 width=3 key_height=2 key_width=2 stride=2 class_token=True "
+                "heads=2 channels=16"
+            ),
         },
         without_gradients=("cpu",),
         stages={
@@ -181,15 +171,6 @@ CARDS = {
             "attention, many keys": "gradient=all queries=65 keys=197 channels=64",
             "attention, training": "gradient=all queries=131 keys=37 heads=3 channels=64",
         },
-        sweeps={
-            f"attention {kernel}": _sweep(kernel, stages)
-            for kernel, stages in (
-                ("fwd_loop", (1,)),
-                ("fwd", (2, 3)),
-                ("bwd", (3,)),
-                ("bwd_dq", (1,)),
-                ("bwd_dkdv", ()),
-            )
-        },
-    ),
+        sweeps={f"attention {kernel}": _sweep(kernel, stages) for kernel, stages in _SWEPT.items()},
+    )
 }

@@ -151,5 +151,5 @@ CARDS = {
                 "class_token=True positions=True channels_last=True"
             ),
         },
-    ),
+    )
 }

@@ -52,7 +52,6 @@ class _Packed(NamedTuple):
 def _bind(call: Record) -> Callable[[Tensor], Tensor]:
     """Binds the operator to its packed parameters; returns a function of an image."""
     _, weight, bias, norm_weight, norm_bias, stride, padding, eps, class_token, positions = call
-
     channels = weight.shape[0]
 
     def pack() -> _Packed:

@@ -12,12 +12,7 @@ from ... import checks, reference
 from ...backends import Record
 from ...declaration import gluon_kernels, operator, triton_kernels
 from ...records import Branch
-from ..conv_projection import (
-    check_arguments,
-    conv_projection,
-    cost_class_of_projection,
-    sample_of_projection,
-)
+from ..conv_projection import check_arguments, conv_projection, cost_class_of_projection, sample_of_projection
 from ..linear import linear
 
 #: Weight (outputs, C) and bias (outputs,) of a linear layer; the bias may be None.

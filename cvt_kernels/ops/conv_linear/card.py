@@ -40,6 +40,11 @@ def _conv_linear_few_work(arguments: dict[str, Any]) -> cards.Work:
     return cards.Work(size, 2 * rows * few.outputs * few.channels)
 
 
+_TRIED = {
+    "tokens": (32, 64, 128), "branches": (1, 2), "outputs": (64, 128), "chunk": (32, 64), "num_warps": (4, 8),
+    "registers": (128, 255),
+}  # fmt: skip
+
 CARDS = {
     "conv_linear": cards.Card(
         call=_conv_linear,
@@ -52,10 +57,7 @@ CARDS = {
             "tiny": cards.TINY_MAP | cards.K3X3 | {"outputs": 4, "branches": 2, "class_token": True},
             "bare": cards.MAP | cards.K3X3 | {"outputs": 33, "bare": True},
         },
-        without_gradients=(
-            "gluon",
-            "triton",
-        ),
+        without_gradients=("gluon", "triton"),
         stages={"conv_linear": cards.Launches(_conv_linear_stage)},
         work={"conv_linear_fwd": _conv_linear_work, "conv_linear_few": _conv_linear_few_work},
         uncounted={
@@ -65,24 +67,12 @@ CARDS = {
         factors=("linears",),
         sweeps={
             "conv_linear": cards.Sweep(
-                "conv_linear",
-                (1,),
-                "conv_linear",
-                ConvLinear,
-                {
-                    "tokens": (32, 64, 128),
-                    "branches": (1, 2),
-                    "outputs": (64, 128),
-                    "chunk": (32, 64),
-                    "num_warps": (4, 8),
-                    "registers": (128, 255),
-                },
-                launched="conv_linear_fwd",
+                "conv_linear", (1,), "conv_linear", ConvLinear, _TRIED, launched="conv_linear_fwd"
             )
         },
         found=(
             "values=infinite gradient=all seed=0",
             "dtype=float16 values=tiny width=2 statistics=none eps=1e-12 seed=0",
         ),
-    ),
+    )
 }

@@ -1,15 +1,12 @@
 """``conv_linear`` of few tokens in 16 bits in one launch, with LayerNorm of the tokens before it if asked.
 
-A program computes a tile of results of one branch: it convolves its tokens, 64 or 128 channels at a time,
-and multiplies these by its columns of the branch's weight. So each token is convolved once for every 64
-results. With few tokens all programs run at once, on multiprocessors that were idle; it saves a launch and
-the way of the convolved tokens through memory. :func:`tile_rows` says for which calls.
+A program computes a tile of results of one branch: it convolves its tokens, 64 or 128 channels at a time, and
+multiplies these by its columns of the branch's weight. So each token is convolved once for every 64 results.
+With few tokens all programs run at once, on multiprocessors that were idle; it saves a launch and the way of
+the convolved tokens through memory. LayerNorm's statistics come from the kernel that has written the tokens,
+or from the tokens themselves. The results are written by branch, as ``stacked`` says.
 
-LayerNorm's statistics come from the kernel that has written the tokens, or from the tokens themselves, whose
-channels a program reads all. The tokens are written by branch, as ``stacked`` says.
-
-No atomics; every sum has a fixed order. Bytes per launch, with e per element: the tokens, their results
-and the weights once; the other reads are of L2.
+No atomics; every sum has a fixed order. Bytes per launch: the tokens, their results and the weights once.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from ...launch import launching
 from ...records import ConvBatchNorm
 from .. import weight_cache
 from ..conv_projection.triton.common import Geometry, class_tokens
-from ..conv_projection.triton.sliding_forward import NormOfRows, row_norm
+from ..conv_projection.triton.forward import NormOfRows, row_norm
 from ..triton_launch import grid_dependency_synchronize, padded, product_types
 
 #: Rows of which each group of rows begins at a multiple; no tile of a product has more.
@@ -78,32 +75,21 @@ def _folded(conv: ConvBatchNorm) -> Tensor:
     return torch.cat([weight.flatten(1).t() * scale, shift[None]]).float()
 
 
-# Kernel ---------------------------------------------------------------------------------------------------
-
-
 class Few(NamedTuple):
-    """The compile-time constants of the kernel.
+    """The compile-time constants of the kernel."""
 
-    Attributes:
-        channels, outputs: C and N.
-        block_m, block_n, block_k: Rows and columns of a tile, and channels of a step.
-        class_token: 1 with a class token, else 0.
-        normalizes: Whether LayerNorm comes before the convolutions.
-        norm_width: Channels of a part of its statistics; 0 where it is computed from the tokens.
-        group_rows: Rows of which each branch begins at a multiple.
-        operand: See :func:`product_types`.
-    """
-
+    # C and N
     channels: int
     outputs: int
+    # Rows and columns of a tile, and channels of a step
     block_m: int
     block_n: int
     block_k: int
-    class_token: int
-    normalizes: bool
-    norm_width: int
-    group_rows: int
-    operand: Any
+    class_token: int  # 1 with a class token, else 0
+    normalizes: bool  # Whether LayerNorm comes before the convolutions
+    norm_width: int  # Channels of a part of its statistics; 0 where it is computed from the tokens
+    group_rows: int  # Rows of which each branch begins at a multiple
+    operand: Any  # See :func:`product_types`
 
 
 @triton.jit
@@ -236,24 +222,14 @@ def _conv_linear_few_kernel(
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=is_inside[:, None] & (n < N)[None, :])
 
 
-# Launch ---------------------------------------------------------------------------------------------------
-
-
 def project_few(
     x: Tensor, geometry: Geometry, taps: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
     block_m: int, norm: NormOfRows | None = None,
 ) -> None:  # fmt: skip
     """Writes the results of all branches to ``out`` (rows, N), as ``stacked.branches_of`` finds them.
 
-    Args:
-        x: The tokens (B, T, C), contiguous, of 16 bits.
-        geometry: Of the branches.
-        taps: See :func:`packed_taps`.
-        weight: (branches · N, C), contiguous.
-        bias: (branches · N,), or None for 0.
-        out: Of the dtype of x.
-        block_m: See :func:`tile_rows`.
-        norm: LayerNorm of the tokens before the convolutions, if any.
+    Tokens x (B, T, C), of 16 bits, and the weights below one another, (branches · N, C), are contiguous. See
+    :func:`packed_taps`, and for ``block_m`` :func:`tile_rows`; ``norm`` is a LayerNorm of the tokens before.
     """
     batch, tokens, channels = x.shape
     grids, outputs, height, width = geometry.output_grids, out.shape[1], *geometry.grid

@@ -13,15 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...backends import Record
 from ...records import ConvBatchNorm
 from .. import weight_cache
-from ..conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous, parameters_of
+from ..conv_projection.triton.common import Geometry, Parameters, class_tokens, maybe_contiguous
+from ..conv_projection.triton.forward import NormOfRows, sliding_forward
 from ..conv_projection.triton.sliding import why_not_sliding
-from ..conv_projection.triton.sliding_forward import NormOfRows, sliding_forward
 from . import WeightAndBias, few_rows
 from .few_rows import GROUP_ROWS
 
@@ -32,26 +31,13 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor, tuple[int, ...]], An
 
 
 def project(
-    multiply: Multiply,
-    x: Tensor,
-    grid: tuple[int, int],
-    convs: Sequence[ConvBatchNorm],
-    weight: Tensor,
-    bias: Tensor | None,
-    norm: NormOfRows | None = None,
-    taps: Tensor | None = None,
-) -> Tensor:
+    multiply: Multiply, x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], weight: Tensor,
+    bias: Tensor | None, norm: NormOfRows | None = None, taps: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Returns the results of all branches as rows of one matrix; :func:`branches_of` finds them in it.
 
-    Args:
-        multiply: Computes the product.
-        x: As of ``conv_linear``.
-        grid: Likewise.
-        convs: Likewise.
-        weight: (branches · outputs, C), the weights of the linear layers below one another.
-        bias: (branches · outputs,), or None for 0.
-        norm: LayerNorm of x before the convolutions, if any.
-        taps: See :func:`few_rows.packed_taps`, for one launch; None for two.
+    Weights (branches · outputs, C) and biases of the linear layers lie below one another; ``norm`` is a
+    LayerNorm of x before the convolutions. With taps (:func:`few_rows.packed_taps`) it is one launch.
     """
     x, geometry = maybe_contiguous(x), _geometry(grid, convs)
     first_rows, rows = _rows_of(x, geometry)
@@ -61,15 +47,13 @@ def project(
         assert block_m is not None
         few_rows.project_few(x, geometry, taps, weight, bias, out, block_m, norm)
         return out
-    weights, gammas, betas, means, variances = parameters_of(x, convs)
     if norm is not None:
         norm = norm._replace(weight=_aligned(norm.weight), bias=_aligned(norm.bias))
+    parameters = Parameters.of(x, convs)
+    parameters = parameters._replace(weights=[_aligned(weight) for weight in parameters.weights])
     tokens = x.new_empty(rows, x.shape[2])
-    sliding_forward(
-        x, geometry, [conv.eps for conv in convs],
-        [_aligned(weight) for weight in weights], gammas, betas, means, variances, [tokens] * len(convs),
-        norm=norm, first_rows=first_rows,
-    )  # fmt: skip
+    epss, outs = [conv.eps for conv in convs], [tokens] * len(convs)
+    sliding_forward(x, geometry, epss, parameters, outs, norm=norm, first_rows=first_rows)
     multiply(tokens, weight, bias, out, tuple(first_rows[1:]))
     return out
 
@@ -105,21 +89,6 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % 4 == 0 else tensor.clone()
 
 
-def packed_linears(linears: Sequence[WeightAndBias]) -> tuple[Tensor, Tensor | None]:
-    """Returns the weights and the biases of linear layers below one another, kept until one changes."""
-    weights, biases = [weight for weight, _ in linears], [bias for _, bias in linears]
-
-    def pack() -> tuple[Tensor, Tensor | None]:
-        if all(bias is None for bias in biases):
-            return torch.cat(weights), None
-        lengths = [weight.new_zeros(weight.shape[0]) for weight in weights]
-        return torch.cat(weights), torch.cat(
-            [zeros if bias is None else bias for zeros, bias in zip(lengths, biases, strict=True)]
-        )
-
-    return weight_cache.packed(weights[0], "conv_linear", pack, others=[*weights[1:], *biases])
-
-
 def taps_of(
     x: Tensor, grid: tuple[int, int], convs: Sequence[ConvBatchNorm], linears: Sequence[WeightAndBias]
 ) -> Tensor | None:
@@ -134,14 +103,11 @@ def is_one_launch(
     return few_rows.tile_rows(x, _geometry(grid, convs), linears[0][0].shape[0]) is not None
 
 
-# Calls ----------------------------------------------------------------------------------------------------
-
-
 def serve(multiply: Multiply, call: Record) -> tuple[Tensor, ...]:
     """Computes ``cvt_kernels.conv_linear``."""
     x, grid, convs, linears = call
     taps = taps_of(x, grid, convs, linears)
-    out = project(multiply, x, grid, convs, *packed_linears(linears), taps=taps)
+    out = project(multiply, x, grid, convs, *weight_cache.packed_linears(linears), taps=taps)
     return tuple(branches_of(out, x, grid, convs))
 
 

@@ -130,13 +130,9 @@ def conv_projection(
 def _batch_norm(y: Tensor, conv: ConvBatchNorm, training: bool) -> Tensor:
     """Computes ``nn.BatchNorm2d.forward`` on the tensors of ``conv``."""
     tracked = conv.running_mean is not None
-    momentum = conv.momentum
+    momentum = momentum_of_batch(conv) if training and tracked else conv.momentum
     if modes.is_transformed():
         y = y.contiguous()  # within vmap, cuDNN's BatchNorm cannot ask for channels last
-    if training and tracked and conv.num_batches_tracked is not None:
-        conv.num_batches_tracked.add_(1)
-        if momentum is None:
-            momentum = 1.0 / conv.num_batches_tracked.item()
     if training and conv.process_group is not None:
         return _synchronized_batch_norm(y, conv, momentum)
     return F.batch_norm(
@@ -149,6 +145,15 @@ def _batch_norm(y: Tensor, conv: ConvBatchNorm, training: bool) -> Tensor:
         momentum=0.0 if momentum is None else momentum,
         eps=conv.eps,
     )
+
+
+def momentum_of_batch(conv: ConvBatchNorm) -> float | None:
+    """Counts a batch of training; returns the weight of its statistics."""
+    momentum, count = conv.momentum, conv.num_batches_tracked
+    if count is not None:
+        count.add_(1)
+        momentum = 1.0 / count.item() if momentum is None else momentum
+    return momentum
 
 
 class _SumOverProcesses(torch.autograd.Function):

@@ -84,19 +84,14 @@ def _projection_sums(arguments: dict[str, Any]) -> cards.Work:
 
 
 def _projection_backward_convolution(arguments: dict[str, Any]) -> cards.Work:
-    return cards.Work(
-        _inputs_bytes(arguments) + cards.bytes_of(arguments["dconv_ptrs"], arguments["partial_ptr"])
-    )
+    written = cards.bytes_of(arguments["dconv_ptrs"], arguments["partial_ptr"])
+    return cards.Work(_inputs_bytes(arguments) + written)
 
 
 def _projection_backward_input(arguments: dict[str, Any]) -> cards.Work:
     dys = cards.each_once(arguments["dy_ptrs"])
     class_tokens = cards.bytes_of(dys) - _spatial_bytes(arguments, dys)  # whose gradients are copied
     return cards.Work(cards.bytes_of(arguments["dx_ptr"], arguments["dconv_ptrs"]) + class_tokens)
-
-
-def _sums(arguments: dict[str, Any]) -> cards.Work:
-    return cards.Work(cards.bytes_of(arguments["partial_ptr"], arguments["sum_ptr"]))
 
 
 def _sweep(kernel: str, stages: tuple[int, ...], **values: tuple[int, ...]) -> cards.Sweep:
@@ -137,7 +132,7 @@ CARDS = {
             "conv_projection_bwd_conv": _projection_backward_convolution,
             "conv_projection_bwd_input": _projection_backward_input,
             "merge_stats": functools.partial(cards.once, names="partial counts mean var"),
-            "sum_regions": _sums,
+            "sum_regions": functools.partial(cards.once, names="partial sum"),
         },
         uncounted={
             "conv_projection": "w gamma beta mean var sums",
@@ -166,5 +161,5 @@ CARDS = {
             "conv_projection bwd_input": _sweep("bwd_input", ()),
         },
         found=("values=infinite gradient=all seed=0",),
-    ),
+    )
 }

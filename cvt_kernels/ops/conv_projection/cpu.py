@@ -1,14 +1,11 @@
 """Depthwise convolution + BatchNorm of tokens on a CPU by the compiled extension (csrc).
 
-One pass over x computes all branches; the summands of a branch are added before they are rounded. With the
-statistics, ``y = (conv(x) − mean) · γ · rstd + β`` and ``rstd = 1 / sqrt(variance + eps)``, in float32
-(float64 for float64) until y is rounded. In training a pass before computes the statistics of the batch. Only
-x, the parameters and the statistics are saved.
+One pass over x computes all branches; the summands of a branch are added before they are rounded. Sums and
+statistics are in float32 (float64 for float64) until y is rounded. In training a pass before computes the
+statistics of the batch. Only x, the parameters and the statistics are saved.
 
-Backward recomputes the convolution in two passes. With ``n = (conv(x) − mean) · rstd``, the first takes
-``dβ = Σ dy`` and ``dγ = Σ dy · n``, the second ``dconv = γ · rstd · (dy − mean(dy) − n · mean(dy · n))``, or
-``γ · rstd · dy`` where the statistics are constants, and from it the gradients of x and of the weights. Every
-summand gets the gradient of its sum.
+Backward recomputes the convolution in two passes, the first for dβ and dγ, the second for the gradients of x
+and of the weights (the formula is in ``triton/backward.py``). Every summand gets the gradient of its sum.
 
 Sums are taken image by image in a fixed order: the same bits every time, whatever the number of threads.
 """
@@ -25,6 +22,7 @@ from ... import machine, modes, reference
 from ...backends import Record
 from ...records import ConvBatchNorm, flattened, summands, unflattened
 from ..autograd import gradients_again
+from . import momentum_of_batch
 
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
@@ -166,9 +164,6 @@ def _accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-# The backend ----------------------------------------------------------------------------------------------
-
-
 def why_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot serve a call, or None."""
     x, _, convs, training = call
@@ -250,15 +245,11 @@ def _update_running_statistics(
     for i, conv in enumerate(convs):
         if conv.running_mean is None or conv.running_var is None:
             continue
-        momentum = conv.momentum
-        if conv.num_batches_tracked is not None:
-            conv.num_batches_tracked.add_(1)
-            if momentum is None:
-                momentum = 1.0 / conv.num_batches_tracked.item()
+        momentum = momentum_of_batch(conv) or 0.0
         height, width = conv.output_grid(grid)
         values = x.shape[0] * height * width
-        _move(conv.running_mean, norms[4 * i + 2], momentum or 0.0)
-        _move(conv.running_var, norms[4 * i + 3], momentum or 0.0, values / (values - 1))
+        _move(conv.running_mean, norms[4 * i + 2], momentum)
+        _move(conv.running_var, norms[4 * i + 3], momentum, values / (values - 1))
 
 
 def _move(running: Tensor, batch: Tensor | None, momentum: float, correction: float = 1.0) -> None:

@@ -16,14 +16,8 @@ from . import conv_projection
 def project(x: Tensor, grid: tuple[int, int], branches: Sequence[Any]) -> tuple[Tensor, ...]:
     """Computes BatchNorm(convolution(x)) for every branch, each BatchNorm in its own mode.
 
-    Args:
-        x: Tokens ``(B, T, C)``.
-        grid: ``(H, W)`` of the spatial tokens.
-        branches: The depthwise convolution and the BatchNorm of Q, of K and of V; or a list of such pairs,
-            whose results are summed.
-
-    Returns:
-        One tensor ``(B, Tᵢ, C)`` per branch, see :func:`cvt_kernels.conv_projection`.
+    A branch is a pair of the depthwise convolution and the BatchNorm (of Q, of K or of V), or a list of such
+    pairs, whose results are summed. For x, the grid and the results see :func:`cvt_kernels.conv_projection`.
     """
     modes = {trains(bn) for branch in branches for _, bn in _pairs(branch)}
     if len(modes) == 1:

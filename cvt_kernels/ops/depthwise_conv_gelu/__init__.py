@@ -51,7 +51,7 @@ def _cost_class(call: Record) -> str:
 
 
 @operator(
-    backends={"triton": triton_kernels("triton.autograd"), "cpu": extension_kernels("cpu", None)},
+    backends={"triton": triton_kernels("triton"), "cpu": extension_kernels("cpu", None)},
     cost_class=_cost_class,
     sample=sampled(2**18, "x"),
     check=_check,

@@ -44,5 +44,5 @@ CARDS = {
             ),
         },
         emulated={"depthwise_conv_gelu": "gradient=all batch=2 height=9 width=11 channels=40"},
-    ),
+    )
 }

@@ -52,9 +52,6 @@ class _DepthwiseConvGelu(torch.autograd.Function):
         return dx, None, None, dweight, None if bias is None else dbias, None
 
 
-# Shapes for torch.compile, which traces through the functions above ----------------------------------------
-
-
 torch.library.register_fake("cvt_kernels::depthwise_conv_gelu", lambda x, *_: x.new_empty(x.shape))
 
 
@@ -65,9 +62,6 @@ def _(
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     dbias = x.new_empty(0, dtype=dtype) if bias is None else bias.new_empty(bias.shape)
     return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias
-
-
-# The backend ----------------------------------------------------------------------------------------------
 
 
 def depthwise_conv_gelu(call: Record) -> Tensor:

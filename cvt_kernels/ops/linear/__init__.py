@@ -1,17 +1,14 @@
 """Linear layers, alone and fused with the next operations of a transformer block.
 
-:func:`linear` uses the fastest of PyTorch's own primitives, which on a CPU is not always ``F.linear``. Each
-of these three is a backend of the operator:
+:func:`linear` has three ways of PyTorch as backends, since ``F.linear`` is not always the fastest on a CPU:
 
 - ``reference``: ``F.linear``: MKL for float32, oneDNN for 16 bits.
 - ``convolution``: a 1×1 ``F.conv2d`` on the channels-last view: oneDNN for float32 too, which is much faster
   than MKL on AMD CPUs with AVX-512.
 - ``float32``: 16 bits converted to float32 and back, for CPUs without 16-bit products.
 
-On a GPU, ``triton`` serves calls whose bias needs a gradient: the products are PyTorch's there too.
-
-:func:`linear_gelu`, :func:`linear_add` and :func:`linear_add_layer_norm` have fused kernels on a GPU.
-Elsewhere, and where the cache entry says so, they run the separate operators one after the other.
+On a GPU, ``triton`` serves calls whose bias needs a gradient: the products are PyTorch's there too. The other
+operators have fused kernels on a GPU. Elsewhere they run the separate operators one after the other.
 """
 
 from __future__ import annotations
@@ -296,9 +293,7 @@ def linear_add(
 
 
 @operator(
-    backends={"triton": triton_kernels("triton.autograd")},
-    composed=_compose_add_layer_norm,
-    **_OF_FUSED,
+    backends={"triton": triton_kernels("triton.autograd")}, composed=_compose_add_layer_norm, **_OF_FUSED
 )
 def linear_add_layer_norm(
     x: Tensor,
@@ -335,9 +330,6 @@ def linear_add_layer_norm(
     """
     h = reference.linear_add(x, weight, bias, residual, inplace=inplace)
     return h, reference.layer_norm(h, norm_weight, norm_bias, eps=eps, shift=shift)
-
-
-# Checks ---------------------------------------------------------------------------------------------------
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, name: str = "") -> None:

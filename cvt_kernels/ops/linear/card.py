@@ -113,10 +113,16 @@ def _pingpong_product(arguments: dict[str, Any]) -> cards.Work:
     return cards.Work(cards.bytes_of(moved), 2 * out.numel() * spec.inputs)
 
 
+def _sweep(part: str, stages: tuple[int, ...], **values: tuple[int, ...]) -> dict[str, cards.Sweep]:
+    """Returns the configurations of ``linear_`` and the part's name."""
+    name = f"linear_{part}"
+    return {name: cards.Sweep(part, stages, name, Product, cards.TILES | values)}
+
+
 CARDS = {
     "linear": cards.Card(
         call=_linear,
-        choices=cards.COMMON | cards.LEADING | cards.OUTPUTS | {"bare": cards.BOTH},
+        choices=cards.LAYER | {"bare": cards.BOTH},
         examples=cards.of_rows("bare=True", outputs=33),
         without_gradients=("float32",),
         needed={"float32": {"dtype": "bfloat16", "bare": True}},
@@ -142,7 +148,7 @@ CARDS = {
     ),
     "linear_gelu": cards.Card(
         call=_linear_gelu,
-        choices=cards.COMMON | cards.LEADING | cards.OUTPUTS | {"bare": cards.BOTH} | cards.APPROXIMATE,
+        choices=cards.LAYER | {"bare": cards.BOTH} | cards.APPROXIMATE,
         examples=cards.of_rows("bare=True", *cards.GELUS, outputs=33),
         stages={"linear_gelu": cards.Launches(_linear_gelu_stage)},
         work={"linear_gelu": functools.partial(linear_work, results="out pre")},
@@ -156,23 +162,11 @@ CARDS = {
         },
         emulated={"linear_gelu": "gradient=all rows=150 channels=200 outputs=136"},
         factors=("x", "weight"),
-        sweeps={
-            "linear_gelu": cards.Sweep(
-                "gelu",
-                (3, 2, 1),
-                "linear_gelu",
-                Product,
-                cards.TILES | {"block_k": (32, 64, 128), "num_stages": (2, 3, 4), "programs": (0, 1, 2)},
-            )
-        },
+        sweeps=_sweep("gelu", (3, 2, 1), block_k=(32, 64, 128), num_stages=(2, 3, 4), programs=(0, 1, 2)),
     ),
     "linear_add": cards.Card(
         call=_linear_add,
-        choices=cards.COMMON
-        | cards.LEADING
-        | cards.OUTPUTS
-        | cards.INPLACE
-        | dict.fromkeys(("bare", "scaled", "scales_sum"), cards.BOTH),
+        choices=cards.LAYER | cards.INPLACE | dict.fromkeys(("bare", "scaled", "scales_sum"), cards.BOTH),
         examples=cards.of_rows("bare=True", "inplace=True", outputs=33) | SCALED,
         stages={"linear_add": cards.Launches(_linear_add_stage)},
         work={
@@ -192,20 +186,13 @@ CARDS = {
         },
         emulated={"linear_add": "rows=150 channels=264 outputs=136"},
         factors=("x", "weight"),
-        sweeps={
-            "linear_add": cards.Sweep(
-                "add",
-                (3, 2, 1),
-                "linear_add",
-                Product,
-                cards.TILES
-                | {"width": (32, 64, 128), "block_k": (64, 256), "num_stages": (3, 4), "parts": (1, 3)},
-            )
-        },
+        sweeps=_sweep(
+            "add", (3, 2, 1), width=(32, 64, 128), block_k=(64, 256), num_stages=(3, 4), parts=(1, 3)
+        ),
     ),
     "linear_add_layer_norm": cards.Card(
         call=_linear_add_layer_norm,
-        choices=cards.COMMON | cards.LEADING | cards.OUTPUTS | cards.NORM | cards.SHIFTED | cards.INPLACE,
+        choices=cards.LAYER | cards.NORM | cards.SHIFTED | cards.INPLACE,
         examples=cards.of_rows("bare=True", "shifted=True", "inplace=True", outputs=33),
         without_gradients=("triton",),
         normalizes=True,
@@ -223,14 +210,6 @@ CARDS = {
         },
         emulated={"linear_add_layer_norm": "rows=150 channels=264 outputs=192 shifted=True"},
         factors=("x", "weight"),
-        sweeps={
-            "linear_add_layer_norm": cards.Sweep(
-                "add_layer_norm",
-                (3, 2),
-                "linear_add_layer_norm",
-                Product,
-                cards.TILES | {"num_stages": (2, 3), "parts": (3,)},
-            )
-        },
+        sweeps=_sweep("add_layer_norm", (3, 2), num_stages=(2, 3), parts=(3,)),
     ),
 }

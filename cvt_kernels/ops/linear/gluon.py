@@ -64,18 +64,14 @@ _BLOCK_K = 64  # one row of a tile is 128 bytes, the widest swizzle
 
 
 class Tile(NamedTuple):
-    """A tile of results, with the time that it takes.
+    """A tile of results, with the time that it takes."""
 
-    Attributes:
-        rows, columns: Its size.
-        stages: Buffers of the ring, each a step of 64 inputs.
-        fixed, per_step: Microseconds of a program's tile, and of each of its steps, as fitted to 60 sizes on
-            an H200 (tests/cvt_kernels/ops/linear/products_h200.json). They choose between tiles, no more.
-    """
-
+    # Its size
     rows: int
     columns: int
-    stages: int
+    stages: int  # Buffers of the ring, each a step of 64 inputs
+    # Microseconds of a program's tile, and of each of its steps, as fitted to 60 sizes on an H200
+    # (tests/cvt_kernels/ops/linear/products_h200.json). They choose between tiles, no more.
     fixed: float
     per_step: float
 
@@ -107,34 +103,26 @@ def part_width(rows: int, outputs: int, inputs: int, device: torch.device) -> in
 
 
 class ProductSpec(NamedTuple):
-    """The compile-time constants of the kernel.
+    """The compile-time constants of the kernel."""
 
-    Attributes:
-        inputs, outputs: K and N.
-        block_m, block_n, block_k: Rows, columns and inputs of a tile.
-        stages: Buffers of the ring.
-        approximate: GELU's variant: 1 for erf, 2 for tanh, 3 for quick; 0 without GELU.
-        has_bias, has_residual, has_sums: Whether there are these.
-        is_grouped: Whether the rows of x are several matrices.
-        norm_width: Columns of a part of the statistics that LayerNorm is computed from; 0 without LayerNorm.
-        eps: LayerNorm's.
-        is_bfloat16: Whether the elements are bfloat16, else float16.
-    """
-
+    # K and N
     inputs: int
     outputs: int
+    # Rows, columns and inputs of a tile
     block_m: int
     block_n: int
     block_k: int
-    stages: int
-    approximate: int
+    stages: int  # Buffers of the ring
+    approximate: int  # GELU's variant: 1 for erf, 2 for tanh, 3 for quick; 0 without GELU
+    # Whether there are these
     has_bias: bool
     has_residual: bool
     has_sums: bool
-    is_grouped: bool
+    is_grouped: bool  # Whether the rows of x are several matrices
+    # Columns of a part of the statistics that LayerNorm is computed from; 0 without LayerNorm
     norm_width: int
-    eps: float
-    is_bfloat16: bool
+    eps: float  # LayerNorm's
+    is_bfloat16: bool  # Whether the elements are bfloat16, else float16
 
 
 _VARIANTS = {None: 0, "none": 1, "tanh": 2, "quick": 3}
@@ -336,28 +324,6 @@ def _consume_tiles(
     tma.store_wait(pendings=0)
 
 
-@gluon.jit
-def _consume_even(
-    out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-    rows, second, third, tiles, x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC: gl.constexpr,
-):  # fmt: skip
-    _consume_tiles(
-        0, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-        rows, second, third, tiles, x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _consume_odd(
-    out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-    rows, second, third, tiles, x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC: gl.constexpr,
-):  # fmt: skip
-    _consume_tiles(
-        1, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-        rows, second, third, tiles, x_ring, weight_ring, buffer, full, empty, turns, arrived, SPEC,
-    )  # fmt: skip
-
-
 @gluon.jit(do_not_specialize=["rows", "second", "third", "tiles"])
 def _pingpong_product_kernel(
     x, weight, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
@@ -385,15 +351,13 @@ def _pingpong_product_kernel(
     grid_dependency_synchronize()
     gl.warp_specialize(
         [
-            (_consume_even, (
-                out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-                rows, second, third, tiles, x_ring, weight_ring, even_buffer, full, empty, turns, arrived,
-                SPEC,
+            (_consume_tiles, (
+                0, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, second, third,
+                tiles, x_ring, weight_ring, even_buffer, full, empty, turns, arrived, SPEC,
             )),
-            (_consume_odd, (
-                out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr,
-                rows, second, third, tiles, x_ring, weight_ring, odd_buffer, full, empty, turns, arrived,
-                SPEC,
+            (_consume_tiles, (
+                1, out, residual, bias_ptr, column_sums_ptr, statistics_ptr, sums_ptr, rows, second, third,
+                tiles, x_ring, weight_ring, odd_buffer, full, empty, turns, arrived, SPEC,
             )),
             (_load_tiles, (x, weight, second, third, tiles, x_ring, weight_ring, full, empty, SPEC)),
         ],
@@ -406,30 +370,19 @@ def _pingpong_product_kernel(
 
 
 class FoldedNorm(NamedTuple):
-    """The inputs of a LayerNorm of x that is folded into a product.
+    """The inputs of a LayerNorm of x that is folded into a product."""
 
-    Attributes:
-        statistics: Of x, as the product before has written them.
-        column_sums: (N,), the sums of the rows of the weight, in float32.
-        eps: Added to the variance.
-    """
-
-    statistics: Statistics
-    column_sums: Tensor
-    eps: float
+    statistics: Statistics  # Of x, as the product before has written them
+    column_sums: Tensor  # (N,), the sums of the rows of the weight, in float32
+    eps: float  # Added to the variance
 
 
 class Statistics(NamedTuple):
-    """Statistics of the rows of a matrix (M, N), by parts of its columns.
+    """Statistics of the rows of a matrix (M, N), by parts of its columns."""
 
-    Attributes:
-        sums: (2, parts, M) in float32: the sums of each part, then those of the squared deviations from its
-            mean.
-        width: Columns of a part; the last one may have fewer.
-    """
-
+    # (2, parts, M) in float32: the sums of each part, then those of the squared deviations from its mean
     sums: Tensor
-    width: int
+    width: int  # Columns of a part; the last one may have fewer
 
 
 def product(
@@ -439,21 +392,10 @@ def product(
 ) -> Statistics | None:  # fmt: skip
     """Writes epilogue(x · weightᵀ) to ``out`` (M, N), for x (M, K) and the weight (N, K), all contiguous.
 
-    Args:
-        x: bfloat16 or float16, as weight, out and residual.
-        weight: See the module.
-        bias: (N,), of any floating-point dtype, or None for 0.
-        out: May be the residual.
-        approximate: GELU's variant, or None without GELU.
-        residual: (M, N).
-        norm: To fold LayerNorm of x.
-        has_statistics: Whether the statistics of ``out`` are written too.
-        groups: The rows where the second and the third group begin, if any, multiples of the rows of every
-            tile, 128. The weight is then (groups · N, K) and the bias (groups · N,), and without
-            residual, norm and statistics.
-
-    Returns:
-        The statistics of ``out``, if they were asked for.
+    The matrices are all bfloat16 or all float16, a bias (N,) of any floating-point dtype. ``out`` may be the
+    residual (M, N). ``groups`` are the rows where the second and the third group begin, multiples of 128, the
+    rows of the largest tile: then the weight is (groups · N, K) and the bias (groups · N,), and there is
+    neither residual nor norm. With ``has_statistics`` it returns the statistics of ``out``.
     """
     (rows, inputs), outputs = x.shape, out.shape[1]
     multiprocessors = launching.chip(x.device).multiprocessors
@@ -495,8 +437,6 @@ _SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, ra
 def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [rows, columns], _SWIZZLED)
 
-
-# The backend ----------------------------------------------------------------------------------------------
 
 _FEWEST_OUTPUTS = 32  # a tile has 64 columns at least
 

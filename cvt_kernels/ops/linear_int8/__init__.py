@@ -27,9 +27,8 @@ MOST_INPUTS = 2**16
 def _cost_class_of_rows(call: Record) -> str:
     x, given = call.x, call._asdict()
     words = f"{gelu_words(call.approximate)}, " if "approximate" in given else ""
-    words += (
-        f"{size_class(rows_of(x.shape))} rows of {x.shape[-1]} channels to {checks.dtype_name(call.dtype)}"
-    )
+    words += f"{size_class(rows_of(x.shape))} rows of {x.shape[-1]} channels"
+    words += f" to {checks.dtype_name(call.dtype)}"
     return words + ("" if x.is_contiguous() else ", strided")
 
 
@@ -47,7 +46,7 @@ def _check_rounding(call: Any) -> None:
 
 _OF_ROWS: dict[str, Any] = {
     "backends": {
-        "triton": triton_kernels("triton.operator", "why_rows_unsupported"),
+        "triton": triton_kernels("triton", "why_rows_unsupported"),
         "cpu": extension_kernels("cpu", "why_rows_unsupported"),
     },
     "cost_class": _cost_class_of_rows,

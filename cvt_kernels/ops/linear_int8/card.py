@@ -127,19 +127,10 @@ CARDS = {
         | dict.fromkeys(("rounded", "bare", "added"), cards.BOTH)
         | {"approximate": ("nothing", *cards.VARIANTS)},
         examples=cards.of_rows(
-            "to=float8_e4m3fn",
-            "rounded=True",
-            "bare=True",
-            "added=True",
-            *cards.GELUS,
-            outputs=33,
+            "to=float8_e4m3fn", "rounded=True", "bare=True", "added=True", *cards.GELUS, outputs=33
         ),
         rounds=True,
         needed={"scaled_mm": {"to": "float8_e4m3fn", "dtype": "bfloat16", "channels": 48, "outputs": 32}},
-        found=(
-            "rows=0 seed=0",
-            "leading=tokens rows=0 seed=0",
-            "to=float8_e4m3fn rounded=True seed=0",
-        ),
+        found=("rows=0 seed=0", "leading=tokens rows=0 seed=0", "to=float8_e4m3fn rounded=True seed=0"),
     ),
 }

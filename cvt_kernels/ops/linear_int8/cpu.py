@@ -25,9 +25,6 @@ _ops = torch.ops.cvt_kernels
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-# Rounding -------------------------------------------------------------------------------------------------
-
-
 def why_rows_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot round rows, or None."""
     x, dtype = call.x, call.dtype
@@ -59,9 +56,6 @@ def _vector(given: Tensor | None) -> Tensor | None:
     return None if given is None else given.detach().float().contiguous()
 
 
-# Products -------------------------------------------------------------------------------------------------
-
-
 def why_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot compute a linear layer, or None."""
     x, weight, weight_scale, _, x_scales, _, residual, dtype = call
@@ -91,27 +85,17 @@ def _shape_of(x: Tensor, x_scales: Any, weight: Any, weight_scale: Tensor, *othe
 @launcher("linear_int8", _shape_of)  # it packs when it runs
 @torch.no_grad()
 def _run(
-    x: Tensor,
-    x_scales: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: str,
-    dtype: torch.dtype,
-) -> Tensor:
+    x: Tensor, x_scales: Tensor | None, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
+    residual: Tensor | None, activation: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     def pack() -> _Packed:
-        with torch.inference_mode(False):  # copies made in inference mode could not be used outside it
-            packed = _ops.pack_linear_int8.default(weight)
-            return _Packed(packed, weight_scale.contiguous(), _vector(bias))
+        packed = _ops.pack_linear_int8.default(weight)
+        return _Packed(packed, weight_scale.contiguous(), _vector(bias))
 
     packed = weight_cache.packed(weight, "linear_int8", pack, (weight_scale, bias))
     return _ops.linear_int8_packed.default(
         x, x_scales, packed.weight, packed.scale, packed.bias, residual, activation, dtype
     )
-
-
-# Shapes for torch.compile ---------------------------------------------------------------------------------
 
 
 @torch.library.register_fake("cvt_kernels::quantize_rows")

@@ -162,12 +162,7 @@ class LinearInt8(QuantizedLayer):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        dtype: torch.dtype = torch.int8,
+        self, in_features: int, out_features: int, bias: bool = True, *, dtype: torch.dtype = torch.int8
     ):
         checks.check_int("in_features", in_features, 0, MOST_INPUTS)
         _check_outputs("out_features", out_features, in_features)
@@ -298,13 +293,9 @@ def replace(model: nn.Module, before: nn.Module, after: nn.Module) -> None:
 
 
 def put_back(model: nn.Module, layers: Sequence[Any]) -> None:
-    """Replaces quantized layers by the float layers that they were made of.
+    """Replaces quantized layers, which have a :attr:`QuantizedLayer.float_layer`, by these float layers.
 
     The float layers get the model's device and dtype, and the quantized layers' training mode.
-
-    Args:
-        model: The model.
-        layers: Quantized layers of the model that have a :attr:`QuantizedLayer.float_layer`.
     """
     paths = {layer: path for path, layer in model.named_modules()}
     for layer in dict.fromkeys(layers):

@@ -21,9 +21,6 @@ _MULTIPLE = {"int_mm": 8, "scaled_mm": 16}  # of inputs and outputs
 _LEAST_CAPABILITY = (8, 9)  # of GPUs with products of float8
 
 
-# int_mm ---------------------------------------------------------------------------------------------------
-
-
 def why_int_mm_unsupported(call: Record) -> str | None:
     """Returns why :func:`by_int_mm` cannot serve a call, or None."""
     x, weight = call.x, call.weight
@@ -80,9 +77,6 @@ def _finished(product: Tensor, call: Record, bias: Tensor | None) -> Tensor:
     y = y if call.approximate is None else _by_another("gelu", y, approximate=call.approximate)
     y = y.view(*call.x.shape[:-1], product.shape[-1])
     return (y if call.residual is None else y.add_(call.residual)).to(call.dtype)
-
-
-# scaled_mm ------------------------------------------------------------------------------------------------
 
 
 def why_scaled_mm_unavailable(device_type: str) -> str | None:

@@ -93,9 +93,6 @@ def layer_norm_mlp(
     return reference.linear_add(hidden, fc2_weight, fc2_bias, x)
 
 
-# With gradients -------------------------------------------------------------------------------------------
-
-
 def _compose_sum(call: Record) -> Tensor:
     x, fc1_weight, fc1_bias, fc2_weight, fc2_bias, residual, approximate, scale, scales_sum = call
     hidden = linear_gelu(x, fc1_weight, fc1_bias, approximate=approximate)

@@ -53,12 +53,16 @@ def _mlp_work(arguments: dict[str, Any]) -> cards.Work:
     return cards.Work(cards.bytes_of(x, arguments["out_ptr"], weights), flops)
 
 
+_TRIED = {
+    "resident": (True,), "block_rows": (64, 128), "block_hidden": (64, 128, 256), "num_warps": (4, 8),
+    "programs": (1, 2, 3),
+}  # fmt: skip
 _TRAINING = f"linear_gelu linear_ends {BIAS_GRADIENT}"
 
 CARDS = {
     "layer_norm_mlp": cards.Card(
         call=_layer_norm_mlp,
-        choices=cards.COMMON | cards.LEADING | cards.OUTPUTS | cards.NORM | cards.SHIFTED | cards.APPROXIMATE,
+        choices=cards.LAYER | cards.NORM | cards.SHIFTED | cards.APPROXIMATE,
         examples=cards.of_rows("bare=True", "shifted=True", *cards.GELUS, outputs=33),
         without_gradients=("triton",),
         normalizes=True,
@@ -79,29 +83,14 @@ CARDS = {
         factors=("fc1_weight", "fc2_weight"),
         sweeps={
             "layer_norm_mlp": cards.Sweep(
-                "mlp",
-                (1,),
-                "layer_norm_mlp",
-                Mlp,
-                {
-                    "resident": (True,),
-                    "block_rows": (64, 128),
-                    "block_hidden": (64, 128, 256),
-                    "num_warps": (4, 8),
-                    "programs": (1, 2, 3),
-                },
-                launched="layer_norm_mlp_fwd_resident",
+                "mlp", (1,), "layer_norm_mlp", Mlp, _TRIED, launched="layer_norm_mlp_fwd_resident"
             )
         },
         found=("dtype=float16 values=zeros gradient=all channels=2 outputs=2 eps=1e-12 seed=0",),
     ),
     "mlp_add": cards.Card(
         call=_mlp_add,
-        choices=cards.COMMON
-        | cards.LEADING
-        | cards.OUTPUTS
-        | cards.APPROXIMATE
-        | dict.fromkeys(("bare", "scaled", "scales_sum"), cards.BOTH),
+        choices=cards.LAYER | cards.APPROXIMATE | dict.fromkeys(("bare", "scaled", "scales_sum"), cards.BOTH),
         examples=cards.of_rows("bare=True", *cards.GELUS, outputs=33) | SCALED,
         stages={"mlp_add": cards.Launches(_mlp_add_stage)},
         accesses={

@@ -83,5 +83,5 @@ CARDS = {
                 "dtype=float16 batch=2 height=9 width=17 kernel=2 channels=97 outputs=48 channels_last=True"
             ),
         },
-    ),
+    )
 }

@@ -2,9 +2,9 @@
 
 SegFormer and PVT reduce the tokens of keys and values: a convolution of windows side by side, LayerNorm, and
 the layers of K and of V. A program has whole reduced tokens in registers, as in
-``conv_embedding/triton/patches``. It rounds them,
-and multiplies them by all weights of the layers. The reduced tokens, the inputs of these products, are never
-in memory, and a launch reads x once and writes keys and values once. Nothing is saved; no gradients.
+``conv_embedding/triton/patches``. It rounds them, and multiplies them by all weights of the layers. The
+reduced tokens, the inputs of these products, are never in memory, and a launch reads x once and writes keys
+and values once. Nothing is saved; no gradients.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from ... import launch, modes
 from ...backends import Record
 from ...launch import formulas, launching
 from ...launch.records import Product
-from ..conv_embedding.triton.common import Parts, channels_of
-from ..conv_embedding.triton.patches import Gathering, has_channels_last, normalized_windows, why_no_tiles
+from ..conv_embedding.triton.common import channels_of
+from ..conv_embedding.triton.patches import configured, has_channels_last, normalized_windows, why_no_tiles
 from ..graph_operators import launcher
-from ..linear.triton.common import part_width
 from ..triton_launch import grid_dependency_synchronize, padded, product_types
 
 launch.register(Product, formulas.windows_in_registers, "reduction_linear")
@@ -33,17 +32,11 @@ _MOST_COLUMNS = 64
 
 
 class Layers(NamedTuple):
-    """The compile-time constants of the linear layers: ``LAYERS`` in the kernel.
+    """The compile-time constants of the linear layers: ``LAYERS`` in the kernel."""
 
-    Attributes:
-        out_features: Of each layer.
-        width: Columns of a product.
-        element: Triton's dtype of tokens.
-    """
-
-    out_features: tuple[int, ...]
-    width: int
-    element: Any
+    out_features: tuple[int, ...]  # Of each layer
+    width: int  # Columns of a product
+    element: Any  # Triton's dtype of tokens
 
 
 @triton.jit
@@ -115,13 +108,11 @@ def _reduce(
         x = x.contiguous()
     if not has_channels_last(weight):
         weight = weight.contiguous()
-    channels, inputs, ratio, _ = weight.shape
+    _, inputs, ratio, _ = weight.shape
     out_width = grid[1] // ratio
     tokens = grid[0] // ratio * out_width
-    rows, sizes = x.shape[0] * tokens, (weight[0].numel(), channels)
-    config: Product = launch.configuration("reduction_linear", x.dtype, sizes, rows, launching.chip(x.device))
-    part = part_width(channels, config.width, config.parts)
-    accumulator = tl.float64 if x.dtype == torch.float64 else tl.float32
+    rows = x.shape[0] * tokens
+    config, constants = configured("reduction_linear", x, weight, rows)
     outputs = tuple([each.shape[0] for each in linears])
     width = min(_MOST_COLUMNS, padded(max(outputs)))
     outs = [x.new_empty(x.shape[0], tokens, each) for each in outputs]
@@ -130,14 +121,10 @@ def _reduce(
         image_ptr=x, w_ptr=weight, bias_ptr=bias, gamma_ptr=norm_weight, beta_ptr=norm_bias,
         linear_ptrs=tuple([each.contiguous() for each in linears]), linear_bias_ptrs=tuple(biases),
         out_ptrs=tuple(outs), eps=eps, rows=rows, tokens=tokens, out_width=out_width,
-        image_stride=x.stride(0), row_stride=grid[1] * inputs, GATHER=Gathering.of(weight, config),
-        PARTS=Parts(channels, part, -(-channels // part), accumulator),
+        image_stride=x.stride(0), row_stride=grid[1] * inputs, **constants,
         LAYERS=Layers(outputs, width, product_types(x.dtype)["element"]),
     )  # fmt: skip
     return outs
-
-
-# The backend ----------------------------------------------------------------------------------------------
 
 
 def why_unsupported(call: Record) -> str | None:

@@ -52,7 +52,7 @@ def _score(call: Record, outputs: list[Tensor]) -> list[Tensor]:
 
 
 @operator(
-    backends={"triton": triton_kernels("triton.forward"), "cpu": extension_kernels("cpu")},
+    backends={"triton": triton_kernels("triton"), "cpu": extension_kernels("cpu")},
     cost_class=_cost_class,
     sample=_sample,
     check=_check,

@@ -7,14 +7,7 @@ from typing import Any
 
 from .. import cards
 
-_USUAL: dict[str, Any] = {
-    "batch": 2,
-    "height": 4,
-    "width": 5,
-    "channels": 19,
-    "out_height": 13,
-    "out_width": 18,
-}
+_USUAL = cards.worded("batch=2 height=4 width=5 channels=19 out_height=13 out_width=18")
 
 
 def _resized_argmax(m: Any) -> Any:
@@ -60,5 +53,5 @@ CARDS = {
             "pixel_classes": functools.partial(cards.once, names="x out"),
             "resized_argmax": functools.partial(cards.once, names="x largest out"),
         },
-    ),
+    )
 }

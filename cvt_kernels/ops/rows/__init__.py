@@ -24,10 +24,8 @@ _TOKENS, _INDEX, _ROWS = "(batch, tokens, channels)", "(batch, rows)", "(batch, 
 def _cost_class(call: Record) -> str:
     x, given = call.x, call._asdict()
     batch, tokens, channels = x.shape
-    words = (
-        f"{size_class(call.rows.numel() * channels)} of {size_class(batch * tokens * channels)} elements, "
-    )
-    words += f"{channels} channels"
+    words = f"{size_class(call.rows.numel() * channels)} of {size_class(batch * tokens * channels)} elements"
+    words += f", {channels} channels"
     if "values" in given and call.branch is None:
         words += ", without a branch"
     others = given.get("values"), given.get("branch")
@@ -127,9 +125,6 @@ def scatter_rows(
     index = torch.where(rows < 0, tokens, rows + (rows >= tokens))[..., None].expand_as(values)
     out = F.pad(x, (0, 0, 0, 1)).scatter(1, index, values.to(x.dtype))[:, :tokens]
     return x.copy_(out) if inplace else out
-
-
-# Checks ---------------------------------------------------------------------------------------------------
 
 
 def _check_index(x: Tensor, rows: Tensor) -> None:

@@ -22,10 +22,6 @@ from ..autograd import count_change
 machine.load_extension()
 _ops = torch.ops.cvt_kernels
 
-
-# Shapes for torch.compile, which traces through the functions of autograd ----------------------------------
-
-
 torch.library.register_fake("cvt_kernels::gather_rows", lambda x, rows: x.new_empty(*rows.shape, x.shape[2]))
 torch.library.register_fake("cvt_kernels::scatter_rows_", lambda *_: None)
 
@@ -37,18 +33,12 @@ def _(x: Tensor | None, rows: Tensor, values: Tensor | None, tokens: int) -> Ten
     return like.new_empty(rows.shape[0], tokens, like.shape[2])
 
 
-# The kernels, with one dtype per call ---------------------------------------------------------------------
-
-
 def _scatter(
     x: Tensor | None, rows: Tensor, values: Tensor | None, branch: Tensor | None, tokens: int
 ) -> Tensor:
     summed = values if values is None or branch is None else values + branch
     summed = summed if summed is None or x is None else summed.to(x.dtype)
     return _ops.scatter_rows.default(x, rows, summed, tokens)
-
-
-# Autograd -------------------------------------------------------------------------------------------------
 
 
 class _Gather(torch.autograd.Function):
@@ -87,9 +77,6 @@ class _Scatter(torch.autograd.Function):
             dvalues = _ops.gather_rows.default(dout, rows)
         dbranch = None if of_branch is None else dvalues.to(of_branch)
         return dx, None, dvalues.to(of_values), dbranch
-
-
-# The backend: without autograd's bookkeeping where no gradient is required ---------------------------------
 
 
 def gather_rows(call: Record) -> Tensor:

@@ -68,7 +68,7 @@ def _sample(factor: int, call: Record) -> Record:
 
 
 @operator(
-    backends={"triton": triton_kernels("triton.forward"), "cpu": extension_kernels("cpu")},
+    backends={"triton": triton_kernels("triton"), "cpu": extension_kernels("cpu")},
     cost_class=_cost_class,
     sample=_sample,
     check=_check,

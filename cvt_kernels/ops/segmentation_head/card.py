@@ -84,5 +84,5 @@ CARDS = {
         emulated={
             "segmentation head": "batch=2 height=9 width=33 inputs=40 channels=72 outputs=150 others=3"
         },
-    ),
+    )
 }

@@ -1,8 +1,4 @@
-"""A block of CvT, SegFormer or PVT as one operator, for inference.
-
-``cpu`` has CPU kernels. ``composed`` calls other
-operators of this package one after the other, each with its own cache entry.
-"""
+"""A block of CvT, SegFormer or PVT as one operator, for inference."""
 
 from __future__ import annotations
 

@@ -39,19 +39,12 @@ def make_block(m: Any) -> Any:
             layers.append(m.quantized(*shape, torch.int8))
         else:
             layers.append(m.linear(*shape))
-    norms, fc1 = (m.norm(c), m.norm(c)), layers[4]
+    norm1, norm2, reduce, mix = m.norm(c), m.norm(c), _reduce(m), None
+    if m.mixes:
+        mix = DepthwiseConv(m.parameter(m.hidden, 1, 3, 3, scale=1 / 3), m.optional(m.hidden))
+    *linears, proj, fc1, fc2 = layers
     block = TransformerBlock(
-        norms[0],
-        _reduce(m),
-        tuple(layers[:3]),
-        m.heads,
-        m.scale,
-        layers[3],
-        norms[1],
-        fc1,
-        m.approximate,
-        layers[5],
-        DepthwiseConv(m.parameter(m.hidden, 1, 3, 3, scale=1 / 3), m.optional(m.hidden)) if m.mixes else None,
+        norm1, reduce, tuple(linears), m.heads, m.scale, proj, norm2, fc1, m.approximate, fc2, mix
     )
     for tensor in block.tensors():
         if tensor is not None and m.gradient == "none":
@@ -99,15 +92,9 @@ def _pyramid_block_of(step: cards.Step, c: int) -> TransformerBlock:
 
 
 def _block(
-    step: cards.Step,
-    reduce: Any,
-    c: int,
-    hidden: int,
-    heads: int,
-    scale: float | None,
-    approximate: Any,
+    step: cards.Step, reduce: Any, c: int, hidden: int, heads: int, scale: float | None, approximate: Any,
     depthwise: DepthwiseConv | None,
-) -> TransformerBlock:
+) -> TransformerBlock:  # fmt: skip
     def layer(inputs: int, outputs: int) -> Linear:
         return Linear(step.tensor(outputs, inputs), step.tensor(outputs))
 
@@ -164,5 +151,5 @@ CARDS = {
             "values=minus_infinite threads=3 width=7 stride=2 quantized_layers=0 seed=0",
             "dtype=float16 autocast=True bare=True quantized_layers=3 reduce=squares seed=0",
         ),
-    ),
+    )
 }

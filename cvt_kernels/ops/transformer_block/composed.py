@@ -41,7 +41,6 @@ from ..linear_int8 import gelu_quantize, layer_norm_quantize, linear_int8
 from ..mlp import layer_norm_mlp
 from ..reduction_linear import reduction_linear
 from ..rows import gather_rows, scatter_rows
-from .reduction import reduce_tokens
 
 
 def transformer_block(call: Record) -> Any:
@@ -73,16 +72,10 @@ def compute_within_stage(
 ) -> Tensor:
     """Computes a block of CvT on a stream that nobody reads again, without gradients.
 
-    Args:
-        stream: Tokens (B, T, C); overwritten where products accumulate into it.
-        grid: (H, W) of the spatial tokens.
-        block: The parameters, without the biases that the stream has in advance.
-        shifts: (C,) each, what the two LayerNorms add to the stream, or None.
-        class_token_only: Whether nobody reads other tokens of the result.
-        mlp_is_one: Whether LayerNorm and MLP are one operator.
-
-    Returns:
-        Tokens like ``stream``, each a view of its image's class token if that is the only one.
+    The stream (B, T, C) is overwritten where products accumulate into it. ``block`` lacks the biases that the
+    stream has in advance, and ``shifts`` (C,) are what the two LayerNorms add to it. With
+    ``class_token_only`` nobody reads other tokens of the result, which are then views of their image's class
+    token; with ``mlp_is_one`` LayerNorm and MLP are one operator.
     """
     y = _normalize(stream, block, shifts[0])
     projected: Sequence[Tensor]
@@ -138,47 +131,25 @@ def _project_packed(
 ) -> Sequence[Tensor]:
     """Returns queries, keys and values by packed weights."""
     if block.reduce is None and rows is None:
-        return linear(y, *_side_by_side(layers)).chunk(3, dim=2)
+        return linear(y, *weight_cache.packed_linears(layers)).chunk(3, dim=2)
     queries = linear(y if rows is None else gather_rows(y, rows), *layers[0])
     if isinstance(block.reduce, Reduction):
         made = _reduce(y, grid, block.reduce, layers[1:])
     else:
-        made = linear(y, *_side_by_side(layers[1:]))
+        made = linear(y, *weight_cache.packed_linears(layers[1:]))
     return queries, *made.chunk(2, dim=2)
-
-
-def _side_by_side(layers: Sequence[Linear]) -> Linear:
-    """Returns layers of the same tokens as one, packed."""
-
-    @torch.inference_mode(False)  # copies made in inference mode could not be used outside it
-    @torch.no_grad()
-    def pack() -> Linear:
-        weight = torch.cat([layer.weight for layer in layers])
-        if all(layer.bias is None for layer in layers):
-            return Linear(weight)
-        return Linear(weight, torch.cat([_bias_of(layer) for layer in layers]))
-
-    first, *others = (tensor for layer in layers for tensor in layer)
-    assert first is not None
-    return weight_cache.packed(first, f"{len(layers)} layers side by side", pack, others)
-
-
-def _bias_of(layer: Linear) -> Tensor:
-    return layer.weight.new_zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias
 
 
 def _reduce(y: Tensor, grid: tuple[int, int], reduction: Reduction, layers: Sequence[Linear]) -> Tensor:
     """Returns layers of reduced tokens side by side, by a weight packed with channels last."""
     weight, bias, norm = reduction
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def pack() -> Tensor:
         return weight.clone(memory_format=torch.channels_last)
 
     packed = weight_cache.packed(weight, "channels last", pack)
     vectors = bias, norm.weight, norm.bias
-    (made,) = reduction_linear(y, grid, packed, *vectors, [_side_by_side(layers)], eps=norm.eps)
+    (made,) = reduction_linear(y, grid, packed, *vectors, [weight_cache.packed_linears(layers)], eps=norm.eps)
     return made
 
 
@@ -188,6 +159,28 @@ def _tokens_to_project(y: Tensor, grid: tuple[int, int], block: TransformerBlock
         kept = reduce_tokens(y, grid, block.reduce)
         return y, kept, kept
     return conv_projection(y, grid, block.convs, training=False) if block.convs else (y, y, y)
+
+
+def reduce_tokens(x: Tensor, grid: tuple[int, int], reduction: Reduction) -> Tensor:
+    """Reduces tokens (B, H·W, C) to (B, H'·W', C)."""
+    weight, bias, norm = reduction
+    kept = linear(squares_of(x, grid, weight.shape[-1]), matrix_of(weight), bias)
+    return layer_norm(kept, norm.weight, norm.bias, eps=norm.eps)
+
+
+def squares_of(x: Tensor, grid: tuple[int, int], ratio: int) -> Tensor:
+    """Returns the squares of ratio × ratio tokens of x (B, H·W, C) as rows (B, H'·W', ratio² · C)."""
+    image = x.unflatten(1, grid)
+    if modes.is_known(grid[0] % ratio == 0) and modes.is_known(grid[1] % ratio == 0):
+        squares = image.unflatten(2, (-1, ratio)).unflatten(1, (-1, ratio)).transpose(2, 3)
+    else:  # without the last rows and columns, which a slice of symbolic sizes would compare
+        squares = image.unfold(1, ratio, ratio).unfold(2, ratio, ratio).movedim(3, 5)
+    return squares.flatten(3).flatten(1, 2)
+
+
+def matrix_of(weight: Tensor) -> Tensor:
+    """Returns the weight (outputs, C, ratio, ratio) of a reduction as (outputs, ratio² · C)."""
+    return weight.permute(0, 2, 3, 1).flatten(1)
 
 
 def _finish(

@@ -67,13 +67,10 @@ def _why_convolutional_unsupported(call: Record) -> str | None:
 
 
 # Packed parameters ----------------------------------------------------------------------------------------
-
-
+#
 # Both return arguments of the operators in their order: see ``csrc/module.cpp``.
 
 
-@torch.inference_mode(False)  # copies made in inference mode could not be used outside it
-@torch.no_grad()
 def _pack_convolutional(block: TransformerBlock) -> tuple[Any, ...]:
     layers, scales = _pack_layers(block)
     packed = [*map(_pack_projection, block.convs), *layers]
@@ -81,8 +78,6 @@ def _pack_convolutional(block: TransformerBlock) -> tuple[Any, ...]:
     return packed, _vectors(block), geometry, _widths(block), scales
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def _pack_pyramidal(block: TransformerBlock) -> tuple[Any, ...]:
     vectors, rows, conv, reduction = _vectors(block), [], None, block.reduce
     if isinstance(reduction, Reduction):

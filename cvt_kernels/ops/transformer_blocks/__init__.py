@@ -68,10 +68,7 @@ def why_not_in_gluon(x: Tensor, grid: tuple[int, int], block: TransformerBlock) 
 
 
 @operator(
-    backends={
-        "gluon": gluon_kernels("gluon"),
-        "composed": Implementation(_compose, ("cpu", "cuda")),
-    },
+    backends={"gluon": gluon_kernels("gluon"), "composed": Implementation(_compose, ("cpu", "cuda"))},
     cost_class=_cost_class,
     sample=_sample,
     defaults=("composed", "reference"),

@@ -2,15 +2,13 @@
 
 out = residual + attention(q, k, v) · weightᵀ + bias. A program computes 64 columns of some tokens' results.
 It attends head after head, each over all its keys at once, and adds what each head contributes to the layer.
-So attention is computed once for every 64 columns. With few tokens all programs run at once: that takes as
-long as once, and saves a launch. :func:`tile_rows` says for which calls. A head's output is rounded as
-attention would write it, and never leaves the chip.
+With few tokens all programs run at once, so that this takes as long as computing attention once, and saves a
+launch. A head's output is rounded as attention would write it, and never leaves the chip.
 
 It also writes the statistics of the results that ``linear.gluon`` reads. ``out`` may be the residual: each
 element is read and written by one program. No atomics; every sum has a fixed order.
 
-Bytes per launch, in units of one B·T·C activation: q, k and v, the residual and the result; the weight and
-the other reads of k and v are of L2.
+Bytes per launch, in units of one B·T·C activation: q, k and v, the residual and the result.
 """
 
 from __future__ import annotations
@@ -37,11 +35,7 @@ _LOG2E = 1.4426950408889634
 def tile_rows(queries: tuple[int, ...], keys: int, outputs: int, multiprocessors: int) -> int | None:
     """Returns the rows of a tile with which all programs run at once; None for other calls.
 
-    Args:
-        queries: (B, Nq, h, D).
-        keys: Nkv.
-        outputs: Of the linear layer.
-        multiprocessors: Of the GPU.
+    ``queries`` are the sizes (B, Nq, h, D).
     """
     batch, tokens, _, head_dim = queries
     if keys > _MOST_KEYS or head_dim > _MOST_HEAD_CHANNELS:
@@ -53,27 +47,20 @@ def tile_rows(queries: tuple[int, ...], keys: int, outputs: int, multiprocessors
     return None
 
 
-# Kernel ---------------------------------------------------------------------------------------------------
-
-
 class Attending(NamedTuple):
-    """The compile-time constants of the kernel.
+    """The compile-time constants of the kernel."""
 
-    Attributes:
-        heads, head_dim, outputs: h, D and N.
-        block_d, block_kv: D and Nkv padded to powers of two of at least 16.
-        block_m, block_n: Rows and columns of a tile.
-        operand: See :func:`product_types`.
-    """
-
+    # h, D and N
     heads: int
     head_dim: int
     outputs: int
+    # D and Nkv padded to powers of two of at least 16
     block_d: int
     block_kv: int
+    # Rows and columns of a tile
     block_m: int
     block_n: int
-    operand: Any
+    operand: Any  # See :func:`product_types`
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "blocks", "rows"])
@@ -134,9 +121,6 @@ def _attention_add_kernel(
     tl.store(sums_ptr + PARTS * rows, tl.sum(deviations * deviations, axis=1), mask=is_query)
 
 
-# Launch ---------------------------------------------------------------------------------------------------
-
-
 def attention_add(
     q: Tensor, k: Tensor, v: Tensor, scale: float, weight: Tensor, bias: Tensor | None, residual: Tensor,
     out: Tensor, block_m: int,
@@ -144,17 +128,9 @@ def attention_add(
     """Writes residual + attention(q, k, v) · weightᵀ + bias to ``out``; returns the statistics of its rows.
 
     These are (2, parts, rows) in float32, as ``linear.gluon.Statistics`` has them, of parts of ``COLUMNS``.
-
-    Args:
-        q: (B, Nq, h, D), of 16 bits, its last dimension contiguous, as of k and v (B, Nkv, h, D).
-        k: The keys.
-        v: The values.
-        scale: Of the scores.
-        weight: (N, h · D), contiguous.
-        bias: (N,), or None for 0.
-        residual: (B · Nq, N), contiguous.
-        out: Like the residual, perhaps the same.
-        block_m: See :func:`tile_rows`.
+    q, k and v (B, N, h, D) have 16 bits and contiguous channels; the weight (N, h · D) and the residual
+    (B · Nq, N) are contiguous. ``out`` is like the residual, perhaps the same. For ``block_m`` see
+    :func:`tile_rows`.
     """
     (batch, queries, heads, head_dim), keys, outputs = q.shape, k.shape[1], out.shape[1]
     spec = Attending(

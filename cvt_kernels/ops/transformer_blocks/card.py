@@ -49,5 +49,5 @@ CARDS = {
         stages={"transformer_blocks": cards.Launches(_transformer_blocks_stage)},
         work={"attention_add": _attention_add},
         uncounted={"attention_add": "bias"},
-    ),
+    )
 }

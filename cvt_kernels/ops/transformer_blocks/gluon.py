@@ -31,19 +31,11 @@ from .. import weight_cache
 from ..attention import attention
 from ..autograd import count_change
 from ..conv_linear.gluon import multiply
-from ..conv_linear.stacked import (
-    branches_of,
-    packed_linears,
-    project,
-    taps_of,
-    why_not_projected,
-)
-from ..conv_projection.triton.sliding_forward import NormOfRows
+from ..conv_linear.stacked import branches_of, project, taps_of, why_not_projected
+from ..conv_projection.triton.forward import NormOfRows
 from ..layer_norm_gelu import layer_norm
 from ..linear import gluon
 from . import attention_add
-
-# The second half of a block ---------------------------------------------------------------------------------
 
 
 def _finish(heads: list[Tensor], stream: Tensor, block: TransformerBlock, *, has_statistics: bool) -> Tensor:
@@ -101,19 +93,12 @@ def _folded_fc1(block: TransformerBlock) -> tuple[Tensor, Tensor, Tensor]:
     return weight_cache.packed(weight, "fc1 with LayerNorm", fold, others=[bias, gamma, beta])
 
 
-# The blocks -------------------------------------------------------------------------------------------------
-
-
 def _project(
-    x: Tensor,
-    grid: tuple[int, int],
-    block: TransformerBlock,
-    sums: Tensor | None,
-    width: int,
+    x: Tensor, grid: tuple[int, int], block: TransformerBlock, sums: Tensor | None, width: int,
     taps: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Computes Q, K and V; x is normalized if it has neither statistics nor one launch."""
-    norm, linears = None, packed_linears(block.linears)  # type: ignore[arg-type]
+    norm, linears = None, weight_cache.packed_linears(block.linears)  # type: ignore[arg-type]
     if sums is not None or taps is not None:
         weight, bias, eps = block.norm1
         assert weight is not None

@@ -21,7 +21,7 @@ from cvt_kernels.launch import launching
 from cvt_kernels.ops import cards
 from cvt_kernels.ops.cards import call_public
 from cvt_kernels.ops.conv_linear import few_rows, stacked
-from cvt_kernels.ops.conv_projection.triton.sliding_forward import NormOfRows
+from cvt_kernels.ops.conv_projection.triton.forward import NormOfRows
 from cvt_kernels.ops.linear.card import BIAS_GRADIENT
 from cvt_kernels.ops.transformer_blocks import attention_add
 from cvt_kernels.tuning import tuner

@@ -40,9 +40,6 @@ class _Attention(torch.autograd.Function):
         return *attention_backward(q, k, v, out, stats, dout, ctx.scale, ctx.heads), None, None
 
 
-# The backend ----------------------------------------------------------------------------------------------
-
-
 def why_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot serve a call, or None."""
     q, k, _, _, bias, dropout_p, position = call

@@ -22,11 +22,11 @@ from ....launch import launching
 from ...graph_operators import launcher
 from ...triton_launch import grid_dependency_synchronize, padded
 from .common import (
-    LaunchArguments,
     configuration_for,
     contiguous_rows,
     dot,
     head_at,
+    launch_arguments,
     load_rows,
     locate,
     maybe_contiguous,
@@ -223,7 +223,7 @@ def attention_backward(
     q, k, v, dq, dk, dv, dout = (divided(each, heads) for each in (q, k, v, dq, dk, dv, dout))
     dout = maybe_contiguous(dout)
     batch, queries = q.shape[:2]
-    arguments = LaunchArguments.of(q, k, v, scale)._asdict()
+    arguments = launch_arguments(q, k, v, scale)
     arguments |= {"dout_ptr": dout, "dout_strides": token_strides(dout)}
     arguments |= {"stats_ptr": stats, "delta_ptr": stats.new_empty(batch, heads, queries)}
     config, keys = configuration_for("bwd", q), k.shape[1]

@@ -17,8 +17,6 @@ from ...triton_launch import padded, product_types
 #: The most channels of a head; there is no configuration for more.
 MAX_HEAD_DIM = 128
 
-# Configurations and tiles ---------------------------------------------------------------------------------
-
 launch.register(
     Attention, formulas.attention, *(f"attention_{kernel}" for kernel in formulas.ATTENTION_KERNELS)
 )
@@ -41,20 +39,12 @@ def tail_width(keys: int, block_kv: int, element_size: int) -> int:
     return padded(keys % block_kv) if element_size == 2 else block_kv
 
 
-# Kernel specification -------------------------------------------------------------------------------------
-
-
 class KernelSpec(NamedTuple):
-    """The compile-time constants of a kernel besides its tiles.
+    """The compile-time constants of a kernel besides its tiles."""
 
-    Attributes:
-        head_dim: D.
-        block_d: D padded to a power of two of at least 16.
-        element, operand, accumulator, precision: See :func:`product_types`.
-    """
-
-    head_dim: int
-    block_d: int
+    head_dim: int  # D
+    block_d: int  # D padded to a power of two of at least 16
+    # See :func:`product_types`
     element: Any
     operand: Any
     accumulator: Any
@@ -65,13 +55,9 @@ class KernelSpec(NamedTuple):
         """Returns the specification for queries ``q`` (B, Nq, h, D) and PyTorch's TF32 setting."""
         tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         return cls(
-            head_dim=q.shape[3],
-            block_d=padded(q.shape[3]),
-            **product_types(q.dtype, tf32=tf32, exact=True),
+            head_dim=q.shape[3], block_d=padded(q.shape[3]), **product_types(q.dtype, tf32=tf32, exact=True)
         )
 
-
-# Launch arguments -----------------------------------------------------------------------------------------
 
 _LOG2E = 1.4426950408889634
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -82,48 +68,27 @@ def token_strides(x: Tensor) -> tuple[int, ...]:
     return x.stride()[:3]
 
 
-class LaunchArguments(NamedTuple):
-    """The arguments shared by all launches of one call, named as the kernels' parameters.
+def launch_arguments(q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, Any]:
+    """Returns the arguments shared by all launches of one call; the scale is not negative.
 
-    Attributes:
-        q_ptr, k_ptr, v_ptr: Tensors whose strides the kernels can read.
-        strides: The ``token_strides`` of q, k and v. Plain tuples, which the kernels unpack: a NamedTuple
-            costs Triton 2 µs per launch.
-        scale: The factor on scores, not negative.
-        log2_scale: scale · log2 e, which makes scores exponents of two; never 0, which would turn a masked
-            key's −∞ into NaN.
-        heads, queries, keys: h, Nq and Nkv.
-        SPEC: The specification of the kernels.
+    A tensor whose strides the kernels cannot read is copied.
     """
-
-    q_ptr: Tensor
-    k_ptr: Tensor
-    v_ptr: Tensor
-    strides: tuple[tuple[int, ...], ...]
-    scale: float
-    log2_scale: float
-    heads: int
-    queries: int
-    keys: int
-    SPEC: KernelSpec
-
-    @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, scale: float) -> LaunchArguments:
-        """Returns the arguments for a call; a tensor whose strides the kernels cannot read is copied."""
-        q, k, v = maybe_contiguous(q), maybe_contiguous(k), maybe_contiguous(v)
-        _, queries, heads, _ = q.shape
-        return cls(
-            q_ptr=q,
-            k_ptr=k,
-            v_ptr=v,
-            strides=(token_strides(q), token_strides(k), token_strides(v)),
-            scale=scale,
-            log2_scale=max(scale * _LOG2E, _SMALLEST),
-            heads=heads,
-            queries=queries,
-            keys=k.shape[1],
-            SPEC=KernelSpec.of(q),
-        )
+    q, k, v = map(maybe_contiguous, (q, k, v))
+    _, queries, heads, _ = q.shape
+    return {
+        "q_ptr": q,
+        "k_ptr": k,
+        "v_ptr": v,
+        # Plain tuples, which the kernels unpack: a NamedTuple costs Triton 2 µs per launch.
+        "strides": (token_strides(q), token_strides(k), token_strides(v)),
+        "scale": scale,
+        # It makes scores exponents of two. 0 would turn a masked key's −∞ into NaN.
+        "log2_scale": max(scale * _LOG2E, _SMALLEST),
+        "heads": heads,
+        "queries": queries,
+        "keys": k.shape[1],
+        "SPEC": KernelSpec.of(q),
+    }
 
 
 def maybe_contiguous(x: Tensor) -> Tensor:
@@ -143,18 +108,13 @@ def maybe_contiguous(x: Tensor) -> Tensor:
 
 
 class Place(NamedTuple):
-    """The place of a program's work.
+    """The place of a program's work."""
 
-    Attributes:
-        image, head: Their indices, int64.
-        plane: Both in one number, int64.
-        block: The index of the block of queries or keys within the head.
-    """
-
+    # Their indices, int64
     image: tl.tensor
     head: tl.tensor
-    plane: tl.tensor
-    block: tl.tensor
+    plane: tl.tensor  # Both in one number, int64
+    block: tl.tensor  # The index of the block of queries or keys within the head
 
 
 class Rows(NamedTuple):

@@ -19,15 +19,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ....launch import launching
-from ....launch.records import Attention
 from ...graph_operators import launcher
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize, padded
 from .common import (
-    LaunchArguments,
     configuration_for,
     contiguous_rows,
     dot,
     head_at,
+    launch_arguments,
     load_rows,
     locate,
     rows_from,
@@ -155,19 +154,6 @@ def _attention_fwd_kernel(
         _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS, SPEC)
 
 
-def _settings_on_chip(config: Attention, arguments: LaunchArguments, batch: int) -> dict[str, Any]:
-    tiles = -(-arguments.queries // config.block_q)
-    enough = ENOUGH_PROGRAMS * launching.chip(arguments.q_ptr.device).multiprocessors
-    programs = min(tiles, -(-enough // (batch * arguments.heads)))
-    rows = -(-tiles // programs) * config.block_q
-    return {
-        "blocks": -(-arguments.queries // rows),
-        "rows": rows,
-        "BLOCK_Q": config.block_q,
-        "TILES": key_tiles(arguments.keys, config.block_kv),
-    }
-
-
 # Keys in a loop -------------------------------------------------------------------------------------------
 
 
@@ -212,18 +198,8 @@ def _attention_fwd_loop_kernel(
     _store_softmax(out, stats_ptr, row, maximum, total, acc, STORE_STATS, SPEC)
 
 
-def _settings_of_loop(config: Attention, arguments: LaunchArguments, size: int) -> dict[str, Any]:
-    return {
-        "blocks": -(-arguments.queries // config.block_q),
-        "BLOCK_Q": config.block_q,
-        "BLOCK_KV": config.block_kv,
-        "TAIL": tail_width(arguments.keys, config.block_kv, size),
-    }
-
-
 # The launch of a forward ----------------------------------------------------------------------------------
-
-
+#
 # Where a graph has convolutions, Inductor lays out what has four dimensions and is saved for the backward as
 # images with channels last, by a copy. So tokens are (B, T, heads · D), and statistics (B · heads, 2, T).
 
@@ -258,18 +234,23 @@ def attention_forward(
     """
     out, stats = _results_like(q, k, v, scale, heads, need_stats)
     q, k, v = (divided(each, heads) for each in (q, k, v))
-    batch, head_dim = q.shape[0], q.shape[3]
-    arguments = LaunchArguments.of(q, k, v, scale)
+    arguments = launch_arguments(q, k, v, scale)
+    (batch, queries, _, head_dim), keys, size = q.shape, k.shape[1], q.element_size()
     kernel: Any = _attention_fwd_loop_kernel
-    if arguments.keys <= keys_on_chip(head_dim, q.element_size()):
+    if keys <= keys_on_chip(head_dim, size):
         kernel, config = _attention_fwd_kernel, configuration_for("fwd", q)
-        settings = _settings_on_chip(config, arguments, batch)
+        tiles = -(-queries // config.block_q)
+        enough = ENOUGH_PROGRAMS * launching.chip(q.device).multiprocessors
+        rows = -(-tiles // min(tiles, -(-enough // (batch * heads)))) * config.block_q
+        blocks = -(-queries // rows)
+        settings = {"rows": rows, "TILES": key_tiles(keys, config.block_kv)}
     else:
         config = configuration_for("fwd_loop", q)
-        settings = _settings_of_loop(config, arguments, q.element_size())
+        blocks = -(-queries // config.block_q)
+        settings = {"BLOCK_KV": config.block_kv, "TAIL": tail_width(keys, config.block_kv, size)}
     launching.launch(
-        kernel, (batch * heads * settings["blocks"],), on=q, options=config.options,
-        **arguments._asdict(), out_ptr=out, stats_ptr=stats if need_stats else out,
-        STORE_STATS=need_stats, **settings,
+        kernel, (batch * heads * blocks,), on=q, options=config.options, **arguments, out_ptr=out,
+        stats_ptr=stats if need_stats else out, STORE_STATS=need_stats, blocks=blocks,
+        BLOCK_Q=config.block_q, **settings,
     )  # fmt: skip
     return out, stats

@@ -23,6 +23,14 @@ MOST_EMBEDDED = {2: 128, 4: 64}
 launch.register(Rows, formulas.embed, "conv_embedding_embed")
 launch.register(Rows, formulas.normalize, "conv_embedding_normalize")
 
+#: The kernels' arguments for what else they read: bias, gamma, beta, class token and positions.
+Vectors = dict[str, Tensor | None]
+
+
+def has_class_token(vectors: Vectors) -> bool:
+    """Returns whether a token precedes those of every image."""
+    return vectors["class_token_ptr"] is not None
+
 
 def configuration(kernel: str, channels: int, x: Tensor) -> Rows:
     """Returns the configuration of a kernel, ``embed`` or ``normalize``, for tensors like ``x``."""
@@ -31,23 +39,13 @@ def configuration(kernel: str, channels: int, x: Tensor) -> Rows:
     return found
 
 
-# Constants of a kernel ------------------------------------------------------------------------------------
-
-
 class Parts(NamedTuple):
-    """The split of a token's channels into parts, since Triton's tiles have powers of two.
+    """The split of a token's channels into parts, since Triton's tiles have powers of two."""
 
-    Attributes:
-        channels: C.
-        width: Channels of a part, a power of two.
-        count: Parts of a token; only where ``count · width`` is more than C, the last has empty channels.
-        accumulator: Triton's dtype of sums.
-    """
-
-    channels: int
-    width: int
-    count: int
-    accumulator: Any
+    channels: int  # C
+    width: int  # Channels of a part, a power of two
+    count: int  # Parts of a token; only where ``count · width`` is more than C, the last has empty channels
+    accumulator: Any  # Triton's dtype of sums
 
     @classmethod
     def of(cls, channels: int, x: Tensor, *, least: int, most: int) -> Parts:
@@ -62,13 +60,18 @@ class Parts(NamedTuple):
         return cls(channels, width, -(-channels // width), accumulator)
 
 
-# Device functions -----------------------------------------------------------------------------------------
-
-
 @triton.jit
 def channels_of(part, PARTS: tl.constexpr):
     """Returns the channels of a part, [width]."""
     return part * PARTS.width + tl.arange(0, PARTS.width)
+
+
+@triton.jit
+def within(part, mask, PARTS: tl.constexpr):
+    """Returns a mask of rows, [..., 1], for the channels of a part."""
+    if (part + 1) * PARTS.width > PARTS.channels:
+        mask = mask & (channels_of(part, PARTS) < PARTS.channels)
+    return mask
 
 
 @triton.jit

@@ -22,12 +22,15 @@ from ...triton_launch import grid_dependency_synchronize, product_types
 from .common import (
     MOST_EMBEDDED,
     Parts,
+    Vectors,
     add_position,
     channels_of,
     configuration,
+    has_class_token,
     layer_norm,
     load_vector,
     store_class_token,
+    within,
 )
 
 #: Elements of a segment, and of a row of a factor of a product. Tensor cores take 16-bit factors in pairs, of
@@ -67,35 +70,25 @@ def parts_of(channels: int, image: Tensor) -> Parts:
 
 
 class Window(NamedTuple):
-    """The compile-time constants of a convolution's window over an image, cut into segments.
+    """The compile-time constants of a convolution's window over an image, cut into segments."""
 
-    Attributes:
-        kernel_size, stride, padding: The convolution's.
-        inner: Adjacent channels in a row of the image: all channels with channels last, else 1.
-        planes: Input channels that are planes of their own.
-        word: Elements of the image that are loaded as one, 1 or 2.
-        segment: Elements of a segment, a power of two.
-        pieces: Segments of a row of the window.
-        chunk: Segments of a factor of a product, a power of two.
-        has_one: Whether the first element behind the window is 1 and its weight the bias, which saves
-            registers and the addition. It needs a 16-bit bias and room behind the window.
-        element, operand: See :func:`product_types`.
-        has_assembly: Whether inline assembly may be used; Triton's interpreter does not take it.
-    """
-
+    # The convolution's
     kernel_size: int
     stride: int
     padding: int
-    inner: int
-    planes: int
-    word: int
-    segment: int
-    pieces: int
-    chunk: int
+    inner: int  # Adjacent channels in a row of the image: all channels with channels last, else 1
+    planes: int  # Input channels that are planes of their own
+    word: int  # Elements of the image that are loaded as one, 1 or 2
+    segment: int  # Elements of a segment, a power of two
+    pieces: int  # Segments of a row of the window
+    chunk: int  # Segments of a factor of a product, a power of two
+    # Whether the first element behind the window is 1 and its weight the bias, which saves registers and the
+    # addition. It needs a 16-bit bias and room behind the window.
     has_one: bool
+    # See :func:`product_types`
     element: Any
     operand: Any
-    has_assembly: bool
+    has_assembly: bool  # Whether inline assembly may be used; Triton's interpreter does not take it
 
     @classmethod
     def of(cls, image: Tensor, kernel_size: int, stride: int, padding: int, *, has_bias: bool) -> Window:
@@ -108,20 +101,11 @@ class Window(NamedTuple):
         word = 2 if _has_pairs(image, inner, stride, padding) else 1
         types = product_types(image.dtype)
         return cls(
-            kernel_size=kernel_size,
-            stride=stride,
-            padding=padding,
-            inner=inner,
-            planes=channels // inner,
-            word=word,
-            segment=segment,
-            pieces=pieces,
-            chunk=chunk,
-            has_one=has_bias and has_room and image.element_size() == 2,
-            element=types["element"],
-            operand=types["operand"],
-            has_assembly=not machine.INTERPRETING,
-        )
+            kernel_size=kernel_size, stride=stride, padding=padding, inner=inner, planes=channels // inner,
+            word=word, segment=segment, pieces=pieces, chunk=chunk,
+            has_one=has_bias and has_room and image.element_size() == 2, element=types["element"],
+            operand=types["operand"], has_assembly=not machine.INTERPRETING,
+        )  # fmt: skip
 
     @property
     def chunks(self) -> int:
@@ -302,11 +286,8 @@ def _conv_embedding_embed_kernel(
         ys = layer_norm(accs, bias, gamma, beta, eps, PARTS)
         t = tile * M + tl.arange(0, M)
         for part in tl.static_range(COUNT):
-            c = channels_of(part, PARTS)
-            mask = (t < tokens)[:, None]
-            if (part + 1) * WIDTH > C:
-                mask = mask & (c < C)[None, :]
-            offsets = t[:, None] * C + c[None, :]
+            mask = within(part, (t < tokens)[:, None], PARTS)
+            offsets = t[:, None] * C + channels_of(part, PARTS)[None, :]
             y = add_position(ys[part], positions_ptr, offsets, mask, PARTS)
             tl.store(out_ptr + offsets, y.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -325,17 +306,15 @@ def _splits(batch: int, tiles: int, programs: int) -> int:
 
 
 def embed(
-    image: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    class_token: Tensor | None, positions: Tensor | None, *, stride: int, padding: int, eps: float,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    image: Tensor, weight: Tensor, vectors: Vectors, stride: int, padding: int, eps: float, dtype: torch.dtype
+) -> Tensor:
     """Returns the tokens of an image, read with its strides, in ``dtype``."""
     batch, _, height, width = image.shape
     channels, _, kernel_size, _ = weight.shape
     stride, padding = int(stride), int(padding)  # Triton takes no integers of NumPy
     out_height, out_width = ((n + 2 * padding - kernel_size) // stride + 1 for n in (height, width))
     tokens = out_height * out_width
-    window = Window.of(image, kernel_size, stride, padding, has_bias=bias is not None)
+    window = Window.of(image, kernel_size, stride, padding, has_bias=vectors["bias_ptr"] is not None)
     parts = parts_of(channels, image)
     config = configuration("embed", channels, image)
     options = config.options
@@ -344,15 +323,14 @@ def embed(
     tiles = -(-tokens // (16 * config.num_warps))
     programs = config.resident_programs * launching.chip(image.device).multiprocessors
     splits = _splits(batch, tiles, programs)
-    out = image.new_empty(batch, tokens + (class_token is not None), channels, dtype=dtype)
+    out = image.new_empty(batch, tokens + has_class_token(vectors), channels, dtype=dtype)
     strides = [stride // window.word for stride in image.stride()]
     if window.inner > 1 or window.word > 1:
         strides[3] = 1
     launching.launch(
         _conv_embedding_embed_kernel, (batch * splits,), on=image, options=options,
-        image_ptr=image, w_ptr=weight, bias_ptr=bias, gamma_ptr=norm_weight, beta_ptr=norm_bias,
-        class_token_ptr=class_token, positions_ptr=positions, out_ptr=out, eps=eps,
-        height=height, row_length=width * window.inner // window.word, tokens=tokens, out_width=out_width,
+        image_ptr=image, w_ptr=weight, **vectors, out_ptr=out, eps=eps, height=height,
+        row_length=width * window.inner // window.word, tokens=tokens, out_width=out_width,
         reciprocal=2**31 // out_width + 1, tiles=tiles, splits=splits,
         image_stride=strides[0], STRIDES=tuple(strides[1:]), WEIGHT_STRIDES=weight.stride(),
         WARPS=config.num_warps, CHUNKS=window.chunks, WINDOW=window, PARTS=parts,

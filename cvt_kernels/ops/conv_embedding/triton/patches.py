@@ -25,7 +25,16 @@ from ....launch import formulas, launching
 from ....launch.records import Product
 from ...linear.triton.common import MAX_NORMALIZED, part_width
 from ...triton_launch import grid_dependency_synchronize, padded, product_types
-from .common import Parts, add_position, channels_of, layer_norm, load_vector
+from .common import (
+    Parts,
+    Vectors,
+    add_position,
+    channels_of,
+    has_class_token,
+    layer_norm,
+    load_vector,
+    within,
+)
 
 #: The most pixels of a step with channels first: 16 bytes of the weight are adjacent then, as are 8 channels
 #: of the image.
@@ -61,26 +70,17 @@ def why_no_tiles(x: Tensor, weight: Tensor, rows: int) -> str | None:
 
 
 class Gathering(NamedTuple):
-    """The compile-time constants of a kernel besides its parts of rows: ``GATHER`` in the kernel.
+    """The compile-time constants of a kernel besides its parts of rows: ``GATHER`` in the kernel."""
 
-    Attributes:
-        kernel_size: k, rows and columns of a window.
-        length: k · in_channels, adjacent elements of a row of a window.
-        pixels: Pixels of a step, a power of two, for a weight with channels first; 0 for channels last.
-        block_m, block_k: See ``Product``.
-        steps: Steps of block_k elements of a window.
-        is_whole: Whether a window fills all of them.
-        operand: See :func:`product_types`.
-    """
-
-    kernel_size: int
-    length: int
-    pixels: int
+    kernel_size: int  # k, rows and columns of a window
+    length: int  # k · in_channels, adjacent elements of a row of a window
+    pixels: int  # Pixels of a step, a power of two, for a weight with channels first; 0 for channels last
+    # See ``Product``
     block_m: int
     block_k: int
-    steps: int
-    is_whole: bool
-    operand: Any
+    steps: int  # Steps of block_k elements of a window
+    is_whole: bool  # Whether a window fills all of them
+    operand: Any  # See :func:`product_types`
 
     @classmethod
     def of(cls, weight: Tensor, config: Product) -> Gathering:
@@ -99,6 +99,18 @@ class Gathering(NamedTuple):
         is_whole = kernel_size**2 % pixels == 0 and inputs % channels == 0
         block_k = pixels * channels
         return cls(kernel_size, length, pixels, config.block_m, block_k, steps, is_whole, operand)
+
+
+def configured(
+    kernel: str, image: Tensor, weight: Tensor, rows: int
+) -> tuple[Product, dict[str, Gathering | Parts]]:
+    """Returns the configuration of a kernel for ``rows`` windows, and its constants GATHER and PARTS."""
+    channels, chip = weight.shape[0], launching.chip(image.device)
+    config: Product = launch.configuration(kernel, image.dtype, (weight[0].numel(), channels), rows, chip)
+    width = part_width(channels, config.width, config.parts)
+    accumulator = tl.float64 if image.dtype == torch.float64 else tl.float32
+    parts = Parts(channels, width, -(-channels // width), accumulator)
+    return config, {"GATHER": Gathering.of(weight, config), "PARTS": parts}
 
 
 def has_channels_last(weight: Tensor) -> bool:
@@ -204,7 +216,6 @@ def _conv_embedding_patches_kernel(
     M: tl.constexpr = GATHER.block_m
     C: tl.constexpr = PARTS.channels
     COUNT: tl.constexpr = PARTS.count
-    WIDTH: tl.constexpr = PARTS.width
     row = tl.program_id(0) * M + tl.arange(0, M)
     window = row
     t = row % tokens
@@ -222,9 +233,7 @@ def _conv_embedding_patches_kernel(
     out_ptrs = out_ptr + row.to(tl.int64)[:, None] * C
     for part in tl.static_range(COUNT):
         c = channels_of(part, PARTS)
-        mask = inside
-        if (part + 1) * WIDTH > C:
-            mask = mask & (c < C)[None, :]
+        mask = within(part, inside, PARTS)
         y = ys[part]
         if class_token_ptr is not None:
             y = tl.where((t == 0)[:, None], class_token[part][None, :], y)
@@ -232,10 +241,7 @@ def _conv_embedding_patches_kernel(
         tl.store(out_ptrs + c[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def gather(
-    image: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    class_token: Tensor | None, positions: Tensor | None, *, eps: float, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def gather(image: Tensor, weight: Tensor, vectors: Vectors, eps: float, dtype: torch.dtype) -> Tensor:
     """Returns the tokens of an image, read in place, in ``dtype``.
 
     A weight is read in place too, with channels last or first.
@@ -244,20 +250,16 @@ def gather(
     channels, kernel_size = weight.shape[0], weight.shape[3]
     out_width = width // kernel_size
     tokens = height // kernel_size * out_width
-    rows, sizes = batch * tokens, (weight[0].numel(), channels)
+    rows = batch * tokens
     if not has_channels_last(weight):
         weight = weight.contiguous()
     name = "conv_embedding_patches" + ("" if has_channels_last(weight) else "_oihw")
-    config: Product = launch.configuration(name, image.dtype, sizes, rows, launching.chip(image.device))
-    part = part_width(channels, config.width, config.parts)
-    accumulator = tl.float64 if image.dtype == torch.float64 else tl.float32
-    out = image.new_empty(batch, tokens + (class_token is not None), channels, dtype=dtype)
+    config, constants = configured(name, image, weight, rows)
+    out = image.new_empty(batch, tokens + has_class_token(vectors), channels, dtype=dtype)
     launching.launch(
         _conv_embedding_patches_kernel, (-(-batch * out.shape[1] // config.block_m),), on=image,
-        options=config.options, image_ptr=image, w_ptr=weight, bias_ptr=bias, gamma_ptr=norm_weight,
-        beta_ptr=norm_bias, class_token_ptr=class_token, positions_ptr=positions, out_ptr=out, eps=eps,
-        rows=rows, tokens=tokens, out_width=out_width, image_stride=image.stride(0),
-        row_stride=image.stride(2), GATHER=Gathering.of(weight, config),
-        PARTS=Parts(channels, part, -(-channels // part), accumulator),
+        options=config.options, image_ptr=image, w_ptr=weight, **vectors, out_ptr=out, eps=eps, rows=rows,
+        tokens=tokens, out_width=out_width, image_stride=image.stride(0),
+        row_stride=image.stride(2), **constants,
     )  # fmt: skip
     return out

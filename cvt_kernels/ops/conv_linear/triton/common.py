@@ -22,72 +22,53 @@ MAX_CHANNELS = 512
 
 launch.register(ConvLinear, formulas.conv_linear, "conv_linear")
 
-# Plans ----------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Group:
     """Branches that one program computes together: ``GROUPS[i]`` in the kernel.
 
     It is a dataclass because Triton forgets the field names of NamedTuples within a tuple.
-
-    Attributes:
-        stride: The stride of its convolutions.
-        branches: Indices of the branches, whose outputs are computed from the same pixels.
-        twins: Indices of other branches of the same sizes as the only one in ``branches``. A program computes
-            one of all these: code for each would take a multiple of the time to compile.
-        height, width: The output grid.
-        rows, columns: Size of a strip of outputs, which a lane computes at once.
-        strip_rows, strip_columns: Number of strips below and beside one another.
-        first_turn, turns: The programs of a period that belong to the group, ``turns`` for each twin.
     """
 
-    stride: int
-    branches: tuple[int, ...]
+    stride: int  # The stride of its convolutions
+    branches: tuple[int, ...]  # Indices of the branches, whose outputs are computed from the same pixels
+    # Indices of other branches of the same sizes as the only one in ``branches``. A program computes one of
+    # all these: code for each would take a multiple of the time to compile.
     twins: tuple[int, ...]
+    # The output grid
     height: int
     width: int
+    # Size of a strip of outputs, which a lane computes at once
     rows: int
     columns: int
+    # Number of strips below and beside one another
     strip_rows: int
     strip_columns: int
+    # The programs of a period that belong to the group, ``turns`` for each twin
     first_turn: int
     turns: int
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The linear layer of a branch: ``LAYERS[i]`` in the kernel.
+    """The linear layer of a branch: ``LAYERS[i]`` in the kernel."""
 
-    Attributes:
-        outputs: Output channels.
-        widths: Widths of the blocks of outputs; all but the last are equal.
-        tokens: Output tokens per image.
-    """
-
-    outputs: int
-    widths: tuple[int, ...]
-    tokens: int
+    outputs: int  # Output channels
+    widths: tuple[int, ...]  # Widths of the blocks of outputs; all but the last are equal
+    tokens: int  # Output tokens per image
 
 
 class Spec(NamedTuple):
-    """The other constants of the kernel: ``SPEC``.
+    """The other constants of the kernel: ``SPEC``."""
 
-    Attributes:
-        height, width: The input grid.
-        class_tokens: Class tokens of an image, 0 or 1.
-        class_rows: Images whose class tokens are multiplied together.
-        chunks: Chunks of channels of a token.
-        period: Programs after which the turns of the groups begin again.
-        element, operand, accumulator, precision: See :func:`product_types`.
-    """
-
+    # The input grid
     height: int
     width: int
-    class_tokens: int
-    class_rows: int
-    chunks: int
-    period: int
+    class_tokens: int  # Class tokens of an image, 0 or 1
+    class_rows: int  # Images whose class tokens are multiplied together
+    chunks: int  # Chunks of channels of a token
+    period: int  # Programs after which the turns of the groups begin again
+    # See :func:`product_types`
     element: Any
     operand: Any
     accumulator: Any
@@ -106,14 +87,10 @@ class ConvLinearTiling(NamedTuple):
         cls, x: Tensor, geometry: Geometry, weights: Sequence[Tensor], outputs: tuple[int, ...],
         kinds: tuple[Any, ...],
     ) -> ConvLinearTiling:  # fmt: skip
-        """Returns the tiling for tokens ``x`` (B, T, C).
+        """Returns the tiling for tokens ``x`` (B, T, C) and the weights of the convolutions.
 
-        Args:
-            x: The tokens.
-            geometry: Of the convolutions.
-            weights: Of the convolutions.
-            outputs: The channels of each branch.
-            kinds: Of each branch, what else must be the same in branches that are computed by the same code.
+        ``outputs`` are the channels of each branch; ``kinds`` what else must be the same in branches that are
+        computed by the same code.
         """
         chip = launching.chip(x.device)
         sizes = (max(x.shape[2], *outputs),)

@@ -12,8 +12,8 @@ from torch import Tensor
 from .... import modes
 from ....backends import Record
 from ....launch import launching
-from ...conv_projection.triton.common import Geometry, class_tokens, maybe_contiguous, parameters_of
-from ...conv_projection.triton.sliding import load_vector, load_weights, units, why_not_sliding, widen
+from ...conv_projection.triton.common import Geometry, Parameters, class_tokens, maybe_contiguous
+from ...conv_projection.triton.sliding import load_scaled, load_vector, units, why_not_sliding, widen
 from ...graph_operators import launcher
 from ...linear.triton.forward import grouped_linear_forward
 from ...triton_launch import grid_dependency_synchronize, rounded
@@ -47,11 +47,7 @@ def _fold(channels, w_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr, eps, LANES: t
     """Returns a branch's initial sum and taps, with BatchNorm folded into them."""
     scale = load_vector(gamma_ptr, channels, LANES) * tl.rsqrt(load_vector(var_ptr, channels, LANES) + eps)
     start = load_vector(beta_ptr, channels, LANES) - load_vector(mean_ptr, channels, LANES) * scale
-    weights = load_weights(w_ptr, channels, LANES)
-    taps = ()
-    for t in tl.static_range(9):
-        taps = taps + (weights[t] * scale,)
-    return start, taps
+    return start, load_scaled(w_ptr, channels, scale, LANES)
 
 
 @triton.jit
@@ -389,9 +385,8 @@ def _conv_linear_fwd_kernel(
 
 
 def _tokens(
-    x: Tensor, grid: list[int], strides: list[int], epss: list[float], weights: Any, gammas: Any, betas: Any,
-    means: Any, variances: Any, linears: list[Tensor], biases: Any,
-) -> list[Tensor]:  # fmt: skip
+    x: Tensor, grid: list[int], strides: list[int], epss: Any, parameters: Any, linears: list[Tensor], *_: Any
+) -> list[Tensor]:
     geometry = Geometry.of(grid, strides)
     return [
         x.new_empty(x.shape[0], h * w + class_tokens(x, geometry), linear.shape[0])
@@ -401,27 +396,22 @@ def _tokens(
 
 @launcher("conv_linear", _tokens)
 def conv_linear_forward(
-    x: Tensor, grid: list[int], strides: list[int], epss: list[float], weights: list[Tensor],
-    gammas: list[Tensor], betas: list[Tensor], means: list[Tensor], variances: list[Tensor],
+    x: Tensor, grid: list[int], strides: list[int], epss: list[float], parameters: list[Tensor],
     linears: list[Tensor], biases: list[Tensor | None],
 ) -> list[Tensor]:  # fmt: skip
     """Returns every branch (B, Tᵢ, outputs), normalized by the given statistics (C,)."""
     x, geometry = maybe_contiguous(x), Geometry.of(grid, strides)
-    outs = _tokens(x, grid, strides, epss, weights, gammas, betas, means, variances, linears, biases)
-    pointers = zip(gammas, betas, means, variances, biases, strict=True)
-    kinds = tuple([tuple([None if t is None else t.dtype for t in each]) for each in pointers])
+    outs = _tokens(x, grid, strides, epss, parameters, linears)
+    weights, *vectors = given = Parameters.divided(parameters)
+    of_branches = zip(*vectors, biases, strict=True)
+    kinds = tuple([tuple([None if t is None else t.dtype for t in each]) for each in of_branches])
     tiling = ConvLinearTiling.of(x, geometry, weights, tuple([weight.shape[0] for weight in linears]), kinds)
     launching.launch(
         _conv_linear_fwd_kernel, (tiling.programs,), on=x, options=tiling.options,
-        x_ptr=x, w_ptrs=tuple(weights), gamma_ptrs=tuple(gammas), beta_ptrs=tuple(betas),
-        mean_ptrs=tuple(means), var_ptrs=tuple(variances), linear_ptrs=tuple(linears),
-        bias_ptrs=tuple(biases), y_ptrs=tuple(outs), epss=tuple(epss),
-        stride_b=x.stride(0), STEP=x.stride(1), **tiling.arguments,
+        x_ptr=x, **given.pointers(), linear_ptrs=tuple(linears), bias_ptrs=tuple(biases),
+        y_ptrs=tuple(outs), epss=tuple(epss), stride_b=x.stride(0), STEP=x.stride(1), **tiling.arguments,
     )  # fmt: skip
     return outs
-
-
-# The backend ----------------------------------------------------------------------------------------------
 
 
 def why_unsupported(call: Record) -> str | None:
@@ -477,4 +467,4 @@ def _in_one(call: Record) -> tuple[Tensor, ...]:
     products = [weight.to(dtype).contiguous() for weight, _ in linears]
     biases = [None if bias is None else bias.to(dtype).contiguous() for _, bias in linears]
     constants = list(grid), [conv.stride for conv in convs], [conv.eps for conv in convs]
-    return tuple(conv_linear_forward(x, *constants, *parameters_of(x, convs), products, biases))
+    return tuple(conv_linear_forward(x, *constants, Parameters.of(x, convs).flat(), products, biases))

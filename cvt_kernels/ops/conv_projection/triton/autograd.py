@@ -13,8 +13,8 @@ from .... import modes, reference
 from ....backends import Record
 from ....records import ConvBatchNorm
 from ...autograd import gradients_again
-from .backward import projection_backward, weights_of
-from .common import Geometry, parameters_of
+from .backward import projection_backward
+from .common import Geometry, Parameters
 from .forward import batch_statistics, projection_forward
 from .sliding import why_not_sliding
 
@@ -25,53 +25,40 @@ _Constants = tuple[list[int], list[int], list[float]]
 class _ConvProjection(torch.autograd.Function):
     """The projection as an autograd function.
 
-    It takes (x, constants, batch_stats, *weights, *gammas, *betas, *means, *variances), with one tensor per
-    convolution in each of the last five.
+    It takes (x, constants, batch_stats, *parameters), the flat :class:`Parameters`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, constants: _Constants, batch_stats: bool, *tensors: Tensor
+        ctx: Any, x: Tensor, constants: _Constants, batch_stats: bool, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         """Saves x, the parameters and the statistics."""
         ctx.settings = constants, batch_stats
-        ctx.save_for_backward(x, *tensors)
-        return tuple(projection_forward(x, *constants, *_divided(tensors)))
+        ctx.save_for_backward(x, *parameters)
+        return tuple(projection_forward(x, *constants, list(parameters)))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         """Returns the gradients, in three passes over the tokens."""
-        x, *tensors = ctx.saved_tensors
-        weights, gammas, _, means, variances = _divided(tensors)
+        x, *parameters = ctx.saved_tensors
         (grid, strides, epss), batch_stats = ctx.settings
         if torch.is_grad_enabled():
             formula = functools.partial(_formula, *ctx.settings)
-            dx, *others = gradients_again(formula, (x, *tensors), *dys)
+            dx, *others = gradients_again(formula, (x, *parameters), *dys)
             return dx, None, None, *others
         dx, dweights, sums = projection_backward(
-            x, grid, strides, epss, weights, gammas, means, variances, [dy.contiguous() for dy in dys],
-            batch_stats,
-        )  # fmt: skip
+            x, grid, strides, epss, parameters, [dy.contiguous() for dy in dys], batch_stats
+        )
+        dtypes = [gamma.dtype for gamma in Parameters.divided(parameters).gammas]
         dbetas, dgammas = (
-            [total.to(gamma.dtype) for total, gamma in zip(each.unbind(), gammas, strict=True)]
+            [total.to(dtype) for total, dtype in zip(each.unbind(), dtypes, strict=True)]
             for each in sums.unbind(1)
         )
-        own = weights_of(dweights, len(weights))
-        return dx, None, None, *own, *dgammas, *dbetas, *[None] * (2 * len(weights))
+        return dx, None, None, *dweights.unbind(), *dgammas, *dbetas, *[None] * (2 * len(dys))
 
 
-_Tensors = list[Tensor]
-
-
-def _divided(tensors: Sequence[Tensor]) -> tuple[_Tensors, _Tensors, _Tensors, _Tensors, _Tensors]:
-    """Returns weights, gammas, betas, means and variances."""
-    size = len(tensors) // 5
-    weights, gammas, betas, means, variances = (list(tensors[i * size : (i + 1) * size]) for i in range(5))
-    return weights, gammas, betas, means, variances
-
-
-def _formula(constants: _Constants, batch_stats: bool, x: Tensor, *tensors: Any) -> tuple[Tensor, ...]:
-    """Computes a call by PyTorch's operators; ``tensors`` are those of the autograd function."""
+def _formula(constants: _Constants, batch_stats: bool, x: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+    """Computes a call by PyTorch's operators."""
     (height, width), strides, epss = constants
     convs = [
         ConvBatchNorm(
@@ -79,13 +66,10 @@ def _formula(constants: _Constants, batch_stats: bool, x: Tensor, *tensors: Any)
             stride=stride, padding=1, eps=eps,
         )
         for weight, gamma, beta, mean, variance, stride, eps in zip(
-            *_divided(tensors), strides, epss, strict=True
+            *Parameters.divided(list(parameters)), strides, epss, strict=True
         )
     ]  # fmt: skip
     return reference.conv_projection(x, (height, width), convs, training=batch_stats)
-
-
-# The backend ----------------------------------------------------------------------------------------------
 
 
 def why_unsupported(call: Record) -> str | None:
@@ -122,17 +106,18 @@ def conv_projection(call: Record) -> tuple[Tensor, ...]:
     x, grid, convs, training = call
     constants = list(grid), [conv.stride for conv in convs], [conv.eps for conv in convs]
     x = x.to(modes.autocast_dtype(x) or x.dtype)
-    weights, gammas, betas, means, variances = parameters_of(x, convs)
+    given = Parameters.of(x, convs)
     batch_stats = training or convs[0].running_mean is None
     if batch_stats:
         running = _running(convs if training else (), x.shape[0], grid)
         with torch.no_grad():
-            statistics = batch_statistics(x, constants[0], constants[1], weights, *running)
-        means, variances = (list(each.unbind()) for each in statistics)
-    tensors = weights, gammas, betas, means, variances
-    if not modes.wants_gradient(x, *weights, *gammas, *betas):  # an autograd function takes the host long
-        return tuple(projection_forward(x, *constants, *tensors))
-    return _ConvProjection.apply(x, constants, batch_stats, *(t for each in tensors for t in each))
+            means, variances = batch_statistics(x, constants[0], constants[1], given.weights, *running)
+        given = given._replace(means=list(means.unbind()), variances=list(variances.unbind()))
+    parameters = given.flat()
+    if not modes.wants_gradient(x, *given.weights, *given.gammas, *given.betas):
+        # An autograd function takes the host long.
+        return tuple(projection_forward(x, *constants, parameters))
+    return _ConvProjection.apply(x, constants, batch_stats, *parameters)
 
 
 def _running(convs: Sequence[ConvBatchNorm], batch: int, grid: tuple[int, int]) -> tuple[Any, ...]:

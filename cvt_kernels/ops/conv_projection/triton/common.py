@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,19 +29,11 @@ def configuration(kernel: str, x: Tensor) -> Any:
     return launch.configuration(f"conv_projection_{kernel}", x.dtype, (x.shape[-1],), rows, chip)
 
 
-# Geometry and tilings --------------------------------------------------------------------------------
-
-
 class Geometry(NamedTuple):
-    """The geometry of a call, whose convolutions are 3×3 with padding 1. Hashable.
+    """The geometry of a call, whose convolutions are 3×3 with padding 1. Hashable."""
 
-    Attributes:
-        grid: (H, W) of the input.
-        strides: One per convolution.
-    """
-
-    grid: tuple[int, int]
-    strides: tuple[int, ...]
+    grid: tuple[int, int]  # (H, W) of the input
+    strides: tuple[int, ...]  # One per convolution
 
     @classmethod
     def of(cls, grid: Sequence[int], strides: Sequence[int]) -> Geometry:
@@ -57,26 +49,17 @@ class Geometry(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The constants of a tile: ``TILE`` in the kernels.
+    """The constants of a tile: ``TILE`` in the kernels."""
 
-    Attributes:
-        pixels: P.
-        channels: BC.
-        accumulator: Triton's dtype of sums.
-    """
-
-    pixels: int
-    channels: int
-    accumulator: Any
+    pixels: int  # P
+    channels: int  # BC
+    accumulator: Any  # Triton's dtype of sums
 
     @classmethod
     def of(cls, config: Pixels, dtype: torch.dtype) -> Tile:
         """Returns the tile of a configuration, for activations or sums of a dtype."""
         accumulator = tl.float64 if dtype == torch.float64 else tl.float32
         return cls(config.pixels, config.channels, accumulator)
-
-
-# Tensors --------------------------------------------------------------------------------------------------
 
 
 def class_tokens(x: Tensor, geometry: Geometry) -> int:
@@ -89,31 +72,47 @@ def maybe_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) * x.shape[1] < 2**31 else x.contiguous()
 
 
-_Tensors = list[Tensor]
+class Parameters(NamedTuple):
+    """The parameters of all convolutions of a call, contiguous; operators take them as one flat sequence."""
+
+    weights: list[Tensor]  # (C, 1, 3, 3), in the dtype of the tokens
+    gammas: list[Tensor]
+    betas: list[Tensor]
+    means: list[Tensor]
+    variances: list[Tensor]
+
+    @classmethod
+    def of(cls, x: Tensor, convs: Sequence[ConvBatchNorm]) -> Parameters:
+        """Returns those for tokens ``x``; without running statistics there are no means and variances."""
+
+        def vectors(values: Sequence[Tensor | None], absent: Any) -> list[Tensor]:
+            return [absent(x.shape[2]) if each is None else each.contiguous() for each in values]
+
+        tracking = [conv for conv in convs if conv.running_mean is not None]
+        return cls(
+            [conv.weight.to(x.dtype).contiguous() for conv in convs],
+            vectors([conv.bn_weight for conv in convs], x.new_ones),
+            vectors([conv.bn_bias for conv in convs], x.new_zeros),
+            vectors([conv.running_mean for conv in tracking], x.new_zeros),
+            vectors([conv.running_var for conv in tracking], x.new_ones),
+        )
+
+    @classmethod
+    def divided(cls, flat: list[Tensor]) -> Parameters:
+        """Returns the parameters of a flat sequence."""
+        size = len(flat) // 5
+        return cls(*[flat[i : i + size] for i in range(0, 5 * size, size)])
+
+    def flat(self) -> list[Tensor]:
+        """Returns all parameters, one kind after the other."""
+        return [each for kind in self for each in kind]
+
+    def pointers(self) -> dict[str, tuple[Tensor, ...]]:
+        """Returns the arguments of kernels that take all parameters."""
+        names = "w_ptrs", "gamma_ptrs", "beta_ptrs", "mean_ptrs", "var_ptrs"
+        return dict(zip(names, map(tuple, self), strict=True))
 
 
-def parameters_of(
-    x: Tensor, convs: Sequence[ConvBatchNorm]
-) -> tuple[_Tensors, _Tensors, _Tensors, _Tensors, _Tensors]:
-    """Returns weights in the dtype of x, gammas, betas, means and variances, contiguous, for the kernels.
-
-    Without running statistics there are no means and variances.
-    """
-
-    def vectors(values: Iterable[Tensor | None], absent: Any) -> _Tensors:
-        return [absent(x.shape[2]) if each is None else each.contiguous() for each in values]
-
-    weights = [conv.weight.to(x.dtype).contiguous() for conv in convs]
-    gammas = vectors((conv.bn_weight for conv in convs), x.new_ones)
-    betas = vectors((conv.bn_bias for conv in convs), x.new_zeros)
-    tracking = [conv for conv in convs if conv.running_mean is not None]
-    means = vectors((conv.running_mean for conv in tracking), x.new_zeros)
-    variances = vectors((conv.running_var for conv in tracking), x.new_ones)
-    return weights, gammas, betas, means, variances
-
-
-# Device functions -----------------------------------------------------------------------------------------
-#
 @triton.jit
 def load_partial(ptr, number, c, c_mask, regions, channels):
     """Returns the partial sums of some regions, from (regions, C); 0 beyond the last."""

@@ -37,50 +37,31 @@ MAX_BRANCHES = 3
 
 
 class Lanes(NamedTuple):
-    """The compile-time constants of a program's lanes: ``LANES`` in the kernels.
+    """The compile-time constants of a program's lanes: ``LANES`` in the kernels."""
 
-    Attributes:
-        pairs: P, pairs of columns of a program; one warp has each.
-        channels: BC, channels of a program.
-        is_packed: Whether two channels are read and written as one 32-bit word.
-        element: Triton's dtype of the activations.
-        accumulator: Triton's dtype of sums.
-        alignment: Alignment of every token's address in bytes, up to 16. Above 4, a lane with several units
-            reads them at once.
-    """
-
-    pairs: int
-    channels: int
-    is_packed: bool
-    element: Any
-    accumulator: Any
+    pairs: int  # P, pairs of columns of a program; one warp has each
+    channels: int  # BC, channels of a program
+    is_packed: bool  # Whether two channels are read and written as one 32-bit word
+    element: Any  # Triton's dtype of the activations
+    accumulator: Any  # Triton's dtype of sums
+    # Alignment of every token's address in bytes, up to 16. Above 4, a lane with several units reads them at
+    # once.
     alignment: int
 
 
 class SlidingTiling(NamedTuple):
-    """The tiling of a sliding-row kernel.
+    """The tiling of a sliding-row kernel."""
 
-    Attributes:
-        options: Triton's options of the launch.
-        programs: Size of the first axis of the launch.
-        regions: Parts of the batch with their own partial sums: strip, block of columns, group of images.
-        arguments: The arguments shared by all such kernels: sizes and constants.
-    """
-
-    options: dict[str, int]
-    programs: int
-    regions: int
-    arguments: dict[str, Any]
+    options: dict[str, int]  # Triton's options of the launch
+    programs: int  # Size of the first axis of the launch
+    regions: int  # Parts of the batch with their own partial sums: strip, block of columns, group of images
+    arguments: dict[str, Any]  # The arguments shared by all such kernels: sizes and constants
 
     @classmethod
     def of(cls, kernel: str, x: Tensor, geometry: Geometry, others: Sequence[Tensor]) -> SlidingTiling:
-        """Returns the tiling of a kernel for tokens ``x`` (B, T, C).
+        """Returns the tiling of a kernel, such as ``sliding_fwd``, for tokens x (B, T, C) or their gradient.
 
-        Args:
-            kernel: Its name, such as ``sliding_fwd``.
-            x: The tokens, or their gradient.
-            geometry: Of convolutions that :func:`why_not_sliding` accepts.
-            others: Other tensors read or written two channels at a time.
+        ``others`` are the other tensors that are read or written two channels at a time.
         """
         return cls.by(configuration(kernel, x), x, geometry, others)
 
@@ -132,14 +113,11 @@ def _tiling(
     strips = -(-height // (2 * row_pairs))
     groups = -(-batch // images)
     regions = groups * strips * col_blocks
-    tile = Lanes(
-        pairs=pairs,
-        channels=block,
-        is_packed=dtype.itemsize == 2 and alignment % 4 == 0,
-        element=ELEMENTS[dtype],
-        accumulator=tl.float64 if dtype == torch.float64 else tl.float32,
+    lanes = Lanes(
+        pairs=pairs, channels=block, is_packed=dtype.itemsize == 2 and alignment % 4 == 0,
+        element=ELEMENTS[dtype], accumulator=tl.float64 if dtype == torch.float64 else tl.float32,
         alignment=alignment,
-    )
+    )  # fmt: skip
     arguments = {
         "batch": batch,
         "groups": groups,
@@ -151,23 +129,17 @@ def _tiling(
         "CHANNELS": channels,
         "CLASS_TOKEN": tokens - height * width,
         "STRIDES": geometry.strides,
-        "LANES": tile,
+        "LANES": lanes,
     }
     options = {"num_warps": pairs, "maxnreg": config.registers}
     return SlidingTiling(options, regions * channel_blocks, regions, arguments)
 
 
 def _strip_length(batch: int, blocks: int, row_pairs: int, resident: int) -> tuple[int, int]:
-    """Returns the pairs of rows of a strip, and the images of a program.
+    """Returns the pairs of rows of a strip, and the images of a program, of which ``resident`` run at once.
 
     Long ways share the loading of the weights, short ones leave no multiprocessor idle in the last round of
     programs. In units of one pair of rows, the weights take about 2, and the start of a strip 1/2.
-
-    Args:
-        batch: Images.
-        blocks: Blocks of channels and columns of an image.
-        row_pairs: Pairs of rows of an image.
-        resident: Programs that run concurrently.
     """
 
     def rounds_of_work(lengths: tuple[int, int]) -> float:
@@ -191,26 +163,19 @@ def _pairs(needed: int, most: int) -> int:
 
 
 class SlidingPlace(NamedTuple):
-    """A program's share of the work, built by :func:`locate_strip`.
+    """A program's share of the work, built by :func:`locate_strip`."""
 
-    Attributes:
-        region: Its index among the parts with their own partial sums.
-        first_image: Its first image, an int64; the next ones are ``groups`` apart.
-        images: Its number of images.
-        first_row, end_row: Its rows of the input; ``first_row`` is even.
-        col: The first column [P, 1] of each pair, even.
-        c, c_mask: Its channels [1, BC] and their mask.
-        unit, unit_mask: Its units [1, units] and their mask.
-    """
-
-    region: Any
-    first_image: Any
-    images: Any
+    region: Any  # Its index among the parts with their own partial sums
+    first_image: Any  # Its first image, an int64; the next ones are ``groups`` apart
+    images: Any  # Its number of images
+    # Its rows of the input; ``first_row`` is even
     first_row: Any
     end_row: Any
-    col: Any
+    col: Any  # The first column [P, 1] of each pair, even
+    # Its channels [1, BC] and their mask
     c: Any
     c_mask: Any
+    # Its units [1, units] and their mask
     unit: Any
     unit_mask: Any
 
@@ -341,25 +306,27 @@ def load_weights(w_ptr, place, LANES: tl.constexpr):
     return taps
 
 
+@triton.jit
+def load_scaled(w_ptr, place, factor, LANES: tl.constexpr):
+    """Returns the taps of weights, times a factor."""
+    weights = load_weights(w_ptr, place, LANES)
+    taps = ()
+    for t in tl.static_range(9):
+        taps = taps + (weights[t] * factor,)
+    return taps
+
+
 # The steps down a strip -----------------------------------------------------------------------------------
 
 
 class SlidingRows(NamedTuple):
-    """The rows of one image that a program reads.
+    """The rows of one image that a program reads."""
 
-    Attributes:
-        ptr: Address of the unit at row 0 and column −1, never loaded from.
-        stride: Units from one row to the next.
-        lane: The offset of each lane's first column and unit [P, units].
-        limits: The :func:`column_limits` of a lane's columns −1 to 2.
-        height: Rows of the image.
-    """
-
-    ptr: Any
-    stride: Any
-    lane: Any
-    limits: Any
-    height: Any
+    ptr: Any  # Address of the unit at row 0 and column −1, never loaded from
+    stride: Any  # Units from one row to the next
+    lane: Any  # The offset of each lane's first column and unit [P, units]
+    limits: Any  # The :func:`column_limits` of a lane's columns −1 to 2
+    height: Any  # Rows of the image
 
 
 @triton.jit
@@ -465,13 +432,11 @@ def sliding_step(
     sums, raw, rows, row, starts, taps, STEP: tl.constexpr, STRIDES: tl.constexpr, LANES: tl.constexpr,
     norm,
 ):  # fmt: skip
-    """Advances by two rows.
+    """Advances by two rows, from an even one on.
 
     Args:
         sums: Sums of the outputs at ``row``, begun by the row before.
-        raw: The raw pixels of ``row``.
-        rows: The image.
-        row: An even row.
+        raw: The raw pixels of ``row``, of the image ``rows``.
         starts, taps: Initial sums and weights of every branch.
         norm: See :func:`pixels_of`.
 

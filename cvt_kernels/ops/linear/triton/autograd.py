@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from .... import modes, reference
 from ....backends import Record
 from ...autograd import gradients_again, refuse_again
-from ...graph_operators import launcher
 from ...triton_launch import contiguous
 from .backward import linear_ends, linear_starts
 from .common import MAX_NORMALIZED
@@ -105,28 +104,6 @@ def rows_of(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
 
-# Linear, residual and LayerNorm ---------------------------------------------------------------------------
-
-
-@launcher("linear_add", mutates=("out",))
-def _launch_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
-    """Writes the sum to ``out``, which holds the residual if there is no other."""
-    linear_add_forward(x, weight, bias, out if residual is None else residual, out)
-
-
-@launcher("linear_add_layer_norm", mutates=("h", "y"))
-def _launch_add_layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
-    norm_bias: Tensor | None, shift: Tensor | None, eps: float, h: Tensor, y: Tensor,
-) -> None:  # fmt: skip
-    """Writes the sum likewise to ``h``, and its LayerNorm to ``y``."""
-    residual = h if residual is None else residual
-    linear_add_layer_norm_forward(x, weight, bias, residual, norm_weight, norm_bias, shift, eps, h, y)
-
-
-# The backend ----------------------------------------------------------------------------------------------
-
-
 def why_unsupported(call: Record) -> str | None:
     """Returns why these kernels cannot serve a call of one of the three operators, or None."""
     x, weight, given = call.x, call.weight, call._asdict()
@@ -199,9 +176,9 @@ def linear_add(call: Record) -> Tensor:
     if scale is not None or modes.wants_gradient(x, weight, bias, residual):
         return _Linear.apply(x, weight, bias, None, residual, contiguous(scale), scales_sum)
     out = residual
-    if not inplace:  # as _sum_like, without a call
-        out = torch.empty_like(residual, dtype=sum_dtype(x, residual), memory_format=torch.contiguous_format)
-    _launch_add(*matrices(x, weight, bias), None if inplace else residual.contiguous(), out)
+    if not inplace:
+        out = _sum_like(residual, sum_dtype(x, residual))
+    linear_add_forward(*matrices(x, weight, bias), None if inplace else residual.contiguous(), out)
     return out
 
 
@@ -220,5 +197,5 @@ def linear_add_layer_norm(call: Record) -> tuple[Tensor, Tensor]:
     norm = contiguous(norm_weight), contiguous(norm_bias), contiguous(shift), eps
     h, y = residual if inplace else _sum_like(residual, dtype), _sum_like(residual, norm_dtype)
     operands = *matrices(x, weight, bias), None if inplace else residual.contiguous()
-    _launch_add_layer_norm(*operands, *norm, h, y)
+    linear_add_layer_norm_forward(*operands, *norm, h, y)
     return h, y

@@ -1,21 +1,14 @@
 """The kernels between the products of a linear layer and of its gradients.
 
-The products are PyTorch's. A residual branch ends in one pass, ``out = (residual + branch) · scale`` or
-``residual + branch · scale`` with ``branch = product + bias``; without it the bias is part of the product.
+The products are PyTorch's. A residual branch ends in one pass (``linear_ends``), which reads product and
+residual: ``out = (residual + branch) · scale`` or ``residual + branch · scale`` with ``branch = product +
+bias``; without it the bias is part of the product.
 
-The backward has one pass before its products. It reads the gradient of the output (and GELU's input), writes
-the gradient of the product where that differs, and sums it over the rows, which is the gradient of the bias.
-A program sums its share of the rows of some columns in registers, and ``sum_regions`` adds up the shares, in
-a fixed order. PyTorch's sum would read the gradient once more, at a fifth of the memory's rate.
-
-=================  ====================================================  ====================
-pass               reads                                                 writes
-=================  ====================================================  ====================
-``linear_ends``    product, residual                                     out
-``linear_starts``  gradient of the output; of GELU also its input        gradient of the product, if it is
-                                                                         another one; of the residual, if
-                                                                         the sum is scaled; GELU, if wanted
-=================  ====================================================  ====================
+The backward has one pass before its products (``linear_starts``). It reads the gradient of the output, and
+GELU's input; it writes the gradient of the product where that differs, of the residual where the sum is
+scaled, and GELU where it is wanted. Summed over the rows, the first is the gradient of the bias: a program
+sums its share of the rows of some columns in registers, and ``sum_regions`` adds up the shares, in a fixed
+order. PyTorch's sum would read the gradient once more, at a fifth of the memory's rate.
 """
 
 from __future__ import annotations
@@ -31,7 +24,7 @@ from .... import launch, machine
 from ....launch import formulas, launching
 from ....launch.records import Rows
 from ...conv_projection.triton.backward import sum_regions
-from ...graph_operators import graph_operator, launcher
+from ...graph_operators import launcher
 from ...triton_gelu import activate_half, derivative_half
 from ...triton_launch import accumulator_dtype, grid_dependency_synchronize
 from .common import part_width
@@ -43,26 +36,17 @@ launch.register(Rows, formulas.linear_rows, "linear_ends", "linear_starts")
 
 
 class RowsSpec(NamedTuple):
-    """The compile-time constants of a pass over rows.
+    """The compile-time constants of a pass over rows."""
 
-    Attributes:
-        columns: N.
-        rows, width: Of a tile.
-        accumulator: float32, or float64 for float64.
-        approximate: GELU's variant.
-        is_half: Whether gradients have 16 bits.
-        hardware: Whether GELU's derivative uses the GPU's instructions for powers and reciprocals.
-        scales_sum: Whether the factor of an image scales the residual too.
-    """
-
-    columns: int
+    columns: int  # N
+    # Of a tile
     rows: int
     width: int
-    accumulator: Any
-    approximate: str
-    is_half: bool
-    hardware: bool
-    scales_sum: bool
+    accumulator: Any  # float32, or float64 for float64
+    approximate: str  # GELU's variant
+    is_half: bool  # Whether gradients have 16 bits
+    hardware: bool  # Whether GELU's derivative uses the GPU's instructions for powers and reciprocals
+    scales_sum: bool  # Whether the factor of an image scales the residual too
 
     @classmethod
     def of(
@@ -184,60 +168,53 @@ def _linear_starts_kernel(
 
 
 class Start(NamedTuple):
-    """The gradients and features with which the backward begins.
+    """The gradients and features with which the backward begins."""
 
-    Attributes:
-        product: The gradient of the product.
-        residual: Of a residual.
-        bias: Of the bias, if it is needed.
-        activated: GELU, if it is wanted.
-    """
-
-    product: Tensor
-    residual: Tensor
-    bias: Tensor | None
-    activated: Tensor | None = None
+    product: Tensor  # The gradient of the product
+    residual: Tensor  # Of a residual
+    bias: Tensor | None  # Of the bias, if it is needed
+    activated: Tensor | None = None  # GELU, if it is wanted
 
 
 def linear_starts(
-    dout: Tensor,
-    dtype: torch.dtype,
-    bias: torch.dtype | None,
-    *,
-    pre: Tensor | None = None,
-    approximate: str = "none",
-    activates: bool = False,
-    scale: Tensor | None = None,
-    scales_sum: bool = False,
-) -> Start:
+    dout: Tensor, dtype: torch.dtype, bias: torch.dtype | None, *, pre: Tensor | None = None,
+    approximate: str = "none", activates: bool = False, scale: Tensor | None = None, scales_sum: bool = False,
+) -> Start:  # fmt: skip
     """Returns the gradients of a product with what follows it, for a contiguous one of the output (M, N).
 
-    Args:
-        dout: The gradient of the output.
-        dtype: Of the product.
-        bias: The dtype of the bias; None if its gradient is not needed.
-        pre: GELU's input (M, N), if GELU follows.
-        approximate: GELU's variant.
-        activates: Whether GELU is wanted too, which the forward has not kept.
-        scale: The factors of images (B,), float32.
-        scales_sum: Whether they scale the residual too, whose gradient is then not ``dout`` itself.
+    ``dtype`` is the product's and ``bias`` the dtype of a bias, None if its gradient is not needed. If GELU
+    follows, ``pre`` is its input; ``activates`` asks for GELU too, which the forward has not kept. ``scale``
+    are the factors of images (B,) in float32, which may scale the residual too.
     """
     changes = pre is not None or scale is not None or dout.dtype != dtype
     if not changes and bias is None:
         return Start(dout, dout, None)
-    run = _starts_by_op if torch.compiler.is_compiling() else _launch_starts
-    dproduct, dresidual, dbias, activated = run(
-        dout, dtype if changes else None, bias, pre, approximate, activates, scale, scales_sum
+    activates = activates and pre is not None
+    scales_sum = scales_sum and scale is not None
+    made = iter(
+        _starts(dout, dtype if changes else None, bias, pre, approximate, activates, scale, scales_sum)
     )
-    dresidual = dout if dresidual is None else dresidual
-    return Start(dout if dproduct is None else dproduct, dresidual, dbias, activated)
+    return Start(
+        product=next(made) if changes else dout,
+        residual=next(made) if scales_sum else dout,
+        bias=None if bias is None else next(made),
+        activated=next(made) if activates else None,
+    )
 
 
-def _launch_starts(
+def _start_shapes(dout, dtype, bias, pre, approximate, activates, scale, scales_sum):
+    made = [] if dtype is None else [dout.new_empty(dout.shape, dtype=dtype)]
+    made += [torch.empty_like(dout)] if scales_sum else []
+    made += [] if bias is None else [dout.new_empty(dout.shape[1], dtype=bias)]
+    return made + ([torch.empty_like(pre)] if activates else [])
+
+
+@launcher("linear_starts", _start_shapes)
+def _starts(
     dout: Tensor, dtype: torch.dtype | None, bias: torch.dtype | None, pre: Tensor | None, approximate: str,
     activates: bool, scale: Tensor | None, scales_sum: bool,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Returns the new ones among the tensors of :class:`Start`, else None."""
+) -> list[Tensor]:  # fmt: skip
+    """Returns the new ones among the tensors of :class:`Start`."""
     rows, columns = dout.shape
     spec, config = RowsSpec.of("linear_starts", dout if pre is None else pre, approximate)
     groups = -(-columns // spec.width)
@@ -246,7 +223,7 @@ def _launch_starts(
     share = -(-tiles // max(1, min(tiles, programs // groups))) * spec.rows
     shares = -(-rows // share)
     dproduct = None if dtype is None else dout.new_empty(dout.shape, dtype=dtype)
-    dresidual = torch.empty_like(dout) if scales_sum and scale is not None else None
+    dresidual = torch.empty_like(dout) if scales_sum else None
     activated = torch.empty_like(pre) if activates and pre is not None else None
     partial = None if bias is None else dout.new_empty(1, shares, columns, dtype=accumulator_dtype(dout))
     launching.launch(
@@ -255,36 +232,5 @@ def _launch_starts(
         activated_ptr=activated, partial_ptr=partial, rows=rows,
         tokens=1 if scale is None else rows // scale.shape[0], share=share, SPEC=spec,
     )  # fmt: skip
-    total = None if bias is None or partial is None else sum_regions(partial, (1,), bias)
-    return dproduct, dresidual, total, activated
-
-
-def _start_shapes(dout, dtype, bias, pre, approximate, activates, scale, scales_sum):
-    made = [] if dtype is None else [dout.new_empty(dout.shape, dtype=dtype)]
-    made += [torch.empty_like(dout)] if scales_sum and scale is not None else []
-    made += [] if bias is None else [dout.new_empty(dout.shape[1], dtype=bias)]
-    return made + ([torch.empty_like(pre)] if activates and pre is not None else [])
-
-
-@graph_operator("linear_starts", _start_shapes)
-def _linear_starts_op(
-    dout: Tensor, dtype: torch.dtype | None, bias: torch.dtype | None, pre: Tensor | None, approximate: str,
-    activates: bool, scale: Tensor | None, scales_sum: bool,
-) -> list[Tensor]:  # fmt: skip
-    made = _launch_starts(dout, dtype, bias, pre, approximate, activates, scale, scales_sum)
-    return [each for each in made if each is not None]
-
-
-def _starts_by_op(
-    dout: Tensor, dtype: torch.dtype | None, bias: torch.dtype | None, pre: Tensor | None, approximate: str,
-    activates: bool, scale: Tensor | None, scales_sum: bool,
-) -> list[Tensor | None]:  # fmt: skip
-    """Returns what :func:`_launch_starts` returns, by the operator, which returns no None."""
-    made = iter(_linear_starts_op(dout, dtype, bias, pre, approximate, activates, scale, scales_sum))
-    there = (
-        dtype is not None,
-        scales_sum and scale is not None,
-        bias is not None,
-        activates and pre is not None,
-    )
-    return [next(made) if each else None for each in there]
+    dbias = None if bias is None or partial is None else sum_regions(partial, (1,), bias)
+    return [each for each in (dproduct, dresidual, dbias, activated) if each is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,9 +26,8 @@ launch.register(Product, formulas.linear_gelu, "linear_gelu")
 launch.register(Product, formulas.linear_add, "linear_add")
 launch.register(Product, formulas.linear_add_layer_norm, "linear_add_layer_norm")
 
-# Tiles --------------------------------------------------------------------------------------------------
 
-
+@functools.cache
 def part_width(outputs: int, widest: int, parts: int) -> int:
     """Returns the width of at most ``parts`` equal parts that hold all outputs and waste few columns.
 
@@ -37,42 +37,27 @@ def part_width(outputs: int, widest: int, parts: int) -> int:
     return min(widths, key=lambda width: (-(-outputs // width) * width, -width), default=widest)
 
 
-# Kernel specification -------------------------------------------------------------------------------------
-
-
 class KernelSpec(NamedTuple):
-    """The compile-time constants of a kernel.
+    """The compile-time constants of a kernel."""
 
-    Attributes:
-        inputs, outputs: K and N.
-        block_m, width, parts, block_k: See ``Product``.
-        columns: Tiles side by side.
-        store_width: Columns that are stored at once.
-        has_descriptors: Whether x and weight are tensor descriptors rather than pointers.
-        writes_descriptors: Whether the results are.
-        is_persistent: Whether a program computes several tiles, one after the other.
-        residual_first: Whether the products are added to the residual, not the residual to the products.
-        specialized: See ``Product``.
-        is_half: Whether the result has 16 bits.
-        hardware_tanh: Whether GELU uses the GPU's tanh instruction.
-        element, operand, accumulator, precision: See :func:`product_types`.
-    """
-
+    # K and N
     inputs: int
     outputs: int
+    # See ``Product``
     block_m: int
     width: int
     parts: int
     block_k: int
-    columns: int
-    store_width: int
-    has_descriptors: bool
-    writes_descriptors: bool
-    is_persistent: bool
-    residual_first: bool
-    specialized: bool
-    is_half: bool
-    hardware_tanh: bool
+    columns: int  # Tiles side by side
+    store_width: int  # Columns that are stored at once
+    has_descriptors: bool  # Whether x and weight are tensor descriptors rather than pointers
+    writes_descriptors: bool  # Whether the results are
+    is_persistent: bool  # Whether a program computes several tiles, one after the other
+    residual_first: bool  # Whether the products are added to the residual, not the residual to the products
+    specialized: bool  # See ``Product``
+    is_half: bool  # Whether the result has 16 bits
+    hardware_tanh: bool  # Whether GELU uses the GPU's tanh instruction
+    # See :func:`product_types`
     element: Any
     operand: Any
     accumulator: Any
@@ -80,19 +65,12 @@ class KernelSpec(NamedTuple):
 
 
 class LinearTiling(NamedTuple):
-    """The tiling of a launch.
+    """The tiling of a launch."""
 
-    Attributes:
-        spec: The specification of the kernel.
-        options: Triton's options.
-        tiles: Tiles of the result.
-        programs: Number of programs.
-    """
-
-    spec: KernelSpec
-    options: dict[str, int]
-    tiles: int
-    programs: int
+    spec: KernelSpec  # The specification of the kernel
+    options: dict[str, int]  # Triton's options
+    tiles: int  # Tiles of the result
+    programs: int  # Number of programs
 
     @classmethod
     def of(cls, kernel: str, x: Tensor, weight: Tensor, results: Sequence[Tensor]) -> LinearTiling:
@@ -117,48 +95,32 @@ class LinearTiling(NamedTuple):
         is_persistent = has_descriptors and config.programs > 0
         tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         is_half = results[0].element_size() == 2
-        block_k = min(config.block_k, padded(inputs))
         spec = KernelSpec(
-            inputs=inputs,
-            outputs=outputs,
-            block_m=config.block_m,
-            width=width,
-            parts=parts,
-            block_k=block_k,
-            columns=columns,
-            store_width=min(width, 128),
-            has_descriptors=has_descriptors,
-            writes_descriptors=writes_descriptors,
-            is_persistent=is_persistent,
-            residual_first=x.element_size() == 2,
-            specialized=is_persistent and config.specialized and _CAN_SPECIALIZE,
-            is_half=is_half,
-            hardware_tanh=is_half and not machine.INTERPRETING,
-            **product_types(x.dtype, tf32=tf32),
-        )
+            inputs=inputs, outputs=outputs, block_m=config.block_m, width=width, parts=parts,
+            block_k=min(config.block_k, padded(inputs)), columns=columns, store_width=min(width, 128),
+            has_descriptors=has_descriptors, writes_descriptors=writes_descriptors,
+            is_persistent=is_persistent, residual_first=x.element_size() == 2,
+            specialized=is_persistent and config.specialized and _CAN_SPECIALIZE, is_half=is_half,
+            hardware_tanh=is_half and not machine.INTERPRETING, **product_types(x.dtype, tf32=tf32),
+        )  # fmt: skip
         programs = min(tiles, config.programs * chip.multiprocessors) if is_persistent else tiles
         return cls(spec, config.options, tiles, programs)
 
     def launch(self, kernel: Any, x: Tensor, weight: Tensor, **given: Any) -> None:
         """Launches a kernel on x (M, K) and the weight (N, K), with these arguments besides the sizes."""
+        spec, operands = self.spec, {"x": x, "weight": weight}
+        if spec.has_descriptors:
+            operands["x"] = _described(x, spec.block_m, spec.block_k)
+            operands["weight"] = _described(weight, spec.width, spec.block_k)
         launching.launch(
-            kernel, (self.programs,), on=x, options=self.options, x=self.rows(x), weight=self.weight(weight),
-            rows=x.shape[0], SPEC=self.spec, **given,
+            kernel, (self.programs,), on=x, options=self.options, **operands, rows=x.shape[0], SPEC=spec,
+            **given,
         )  # fmt: skip
 
-    def rows(self, x: Tensor) -> Tensor | TensorDescriptor:
-        """Returns x (M, K) as the kernel's argument: itself or a descriptor."""
-        return _described(x, self.spec.block_m, self.spec.block_k) if self.spec.has_descriptors else x
-
-    def weight(self, weight: Tensor) -> Tensor | TensorDescriptor:
-        """Returns the weight (N, K) as the kernel's argument."""
-        return _described(weight, self.spec.width, self.spec.block_k) if self.spec.has_descriptors else weight
-
     def result(self, out: Tensor) -> Tensor | TensorDescriptor:
-        """Returns a result (M, N) as the kernel's argument."""
-        return (
-            _described(out, self.spec.block_m, self.spec.store_width) if self.spec.writes_descriptors else out
-        )
+        """Returns a result (M, N) as the kernel's argument: itself or a descriptor."""
+        spec = self.spec
+        return _described(out, spec.block_m, spec.store_width) if spec.writes_descriptors else out
 
 
 def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:

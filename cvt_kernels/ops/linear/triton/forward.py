@@ -38,14 +38,8 @@ def _store_gelu(
     sums += load_columns(bias_ptr, first_column + tl.arange(0, WIDTH), SPEC)
     if pre is not None:
         store_part(pre, first_row, first_column, rows, sums, SPEC)
-    store_part(
-        out,
-        first_row,
-        first_column,
-        rows,
-        activate(sums, APPROXIMATE, SPEC.is_half, SPEC.hardware_tanh),
-        SPEC,
-    )
+    activated = activate(sums, APPROXIMATE, SPEC.is_half, SPEC.hardware_tanh)
+    store_part(out, first_row, first_column, rows, activated, SPEC)
 
 
 @triton.jit
@@ -126,8 +120,15 @@ def _linear_add_kernel(
         _add_tile(x, weight, bias_ptr, residual_ptr, out, tl.program_id(0), rows, SPEC)
 
 
-def linear_add_forward(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, out: Tensor) -> None:
-    """Writes residual + x · weightᵀ + bias to ``out``, which may be the residual; all are contiguous."""
+@launcher("linear_add", mutates=("out",))
+def linear_add_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor
+) -> None:
+    """Writes residual + x · weightᵀ + bias to ``out``, which holds the residual if there is no other.
+
+    All are contiguous.
+    """
+    residual = out if residual is None else residual
     out = out.view(x.shape[0], -1)
     tiling = LinearTiling.of("linear_add", x, weight, (out,))
     tiling.launch(
@@ -166,12 +167,8 @@ def grouped_linear_forward(
 ) -> None:
     """Writes the product of groups of the rows of x (M, K), each by its own weight, to ``out`` (M, N).
 
-    Args:
-        x: Contiguous, as all others.
-        weight: (groups · N, K), the weights below one another.
-        bias: (groups · N,), or None for 0.
-        out: See above.
-        groups: The rows where the second and the third group begin, if any, multiples of 128.
+    The weights (groups · N, K) and the biases lie below one another. ``groups`` are the rows where the second
+    and the third group begin, if any, multiples of 128. All tensors are contiguous.
     """
     rows, outputs, chip = x.shape[0], out.shape[1], launching.chip(x.device)
     config = launch.configuration("linear_add", x.dtype, (x.shape[1], outputs), rows, chip)
@@ -248,19 +245,13 @@ def _linear_add_layer_norm_kernel(
         )  # fmt: skip
 
 
+@launcher("linear_add_layer_norm", mutates=("h", "y"))
 def linear_add_layer_norm_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    h: Tensor,
-    y: Tensor,
-) -> None:
-    """Writes h = residual + x · weightᵀ + bias, perhaps over the residual, and its LayerNorm y."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, shift: Tensor | None, eps: float, h: Tensor, y: Tensor,
+) -> None:  # fmt: skip
+    """Writes h as :func:`linear_add_forward` writes its ``out``, and the LayerNorm y of h + shift."""
+    residual = h if residual is None else residual
     h, y = h.view(x.shape[0], -1), y.view(x.shape[0], -1)
     tiling = LinearTiling.of("linear_add_layer_norm", x, weight, (h, y))
     tiling.launch(

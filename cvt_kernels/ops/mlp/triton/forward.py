@@ -38,55 +38,36 @@ def weights(channels: int, hidden: int) -> int:
     return padded(channels) * (-(-hidden // 64) * 64)
 
 
-# Kernel specification -------------------------------------------------------------------------------------
-
-
 class KernelSpec(NamedTuple):
-    """The compile-time constants of a kernel besides its tiles.
+    """The compile-time constants of a kernel besides its tiles."""
 
-    Attributes:
-        channels, hidden: C and the hidden features.
-        block_c: C padded to a power of two of at least 16.
-        approximate: GELU's variant.
-        element, operand, accumulator, precision: See :func:`product_types`, of the factors' dtype.
-        residual_first: Whether products are added to x, rather than x to their sum: a 16-bit x loses no
-            digits by it.
-        is_half: Whether x has 16 bits.
-        hardware_tanh: Whether GELU uses the GPU's tanh instruction.
-        unpack: Whether bfloat16 is widened in pairs, by one instruction for each number.
-    """
-
+    # C and the hidden features
     channels: int
     hidden: int
-    block_c: int
-    approximate: str
+    block_c: int  # C padded to a power of two of at least 16
+    approximate: str  # GELU's variant
+    # See :func:`product_types`, of the factors' dtype
     element: Any
     operand: Any
     accumulator: Any
     precision: str
+    # Whether products are added to x, rather than x to their sum: a 16-bit x loses no digits by it
     residual_first: bool
-    is_half: bool
-    hardware_tanh: bool
-    unpack: bool
+    is_half: bool  # Whether x has 16 bits
+    hardware_tanh: bool  # Whether GELU uses the GPU's tanh instruction
+    unpack: bool  # Whether bfloat16 is widened in pairs, by one instruction for each number
 
     @classmethod
     def of(cls, x: Tensor, hidden: int, approximate: str, dtype: torch.dtype) -> KernelSpec:
         """Returns the specification for rows ``x``, operands of ``dtype`` and PyTorch's TF32 setting."""
         tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
         return cls(
-            channels=x.shape[-1],
-            hidden=hidden,
-            block_c=padded(x.shape[-1]),
-            approximate=approximate,
-            residual_first=x.element_size() == 2,
-            is_half=dtype.itemsize == 2,
+            channels=x.shape[-1], hidden=hidden, block_c=padded(x.shape[-1]), approximate=approximate,
+            residual_first=x.element_size() == 2, is_half=dtype.itemsize == 2,
             hardware_tanh=dtype.itemsize == 2 and not machine.INTERPRETING,
-            unpack=x.dtype == torch.bfloat16 and not machine.INTERPRETING,
-            **product_types(dtype, tf32=tf32),
-        )
+            unpack=x.dtype == torch.bfloat16 and not machine.INTERPRETING, **product_types(dtype, tf32=tf32),
+        )  # fmt: skip
 
-
-# The kernel -----------------------------------------------------------------------------------------------
 
 _ONES = tl.constexpr(16)  # the least depth of a product
 
@@ -287,9 +268,6 @@ def layer_norm_mlp_forward(
         BLOCK_ROWS=config.block_rows, BLOCK_HIDDEN=config.block_hidden,
     )  # fmt: skip
     return out
-
-
-# The backend ----------------------------------------------------------------------------------------------
 
 
 def why_unsupported(call: Record) -> str | None:

@@ -12,7 +12,7 @@ from cvt_kernels import backends, launch
 from cvt_kernels.launch import launching
 from cvt_kernels.launch.records import Sliding
 from cvt_kernels.ops.conv_projection.triton import sliding
-from cvt_kernels.ops.depthwise_conv_gelu.triton.autograd import why_unsupported
+from cvt_kernels.ops.depthwise_conv_gelu.triton import why_unsupported
 from tests.contract.examples import assert_agrees
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

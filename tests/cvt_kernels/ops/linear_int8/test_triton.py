@@ -6,8 +6,7 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels import backends, machine
 from cvt_kernels.launch import launching
-from cvt_kernels.ops.linear_int8.triton import operator
-from cvt_kernels.ops.linear_int8.triton import rows as rounding
+from cvt_kernels.ops.linear_int8 import triton as rounding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -90,8 +89,8 @@ def test_rows_that_are_not_finite(number):
 def test_float8_needs_a_chip_that_has_it():
     call = backends.operators["quantize_rows"].bind(randn(2, 4), dtype=torch.float8_e4m3fn)
     with launching.recorded_launches(launching.Chip(80, 108)):
-        assert "needs compute capability 8.9, got 8.0" in operator.why_rows_unsupported(call)
-        assert operator.why_rows_unsupported(call._replace(dtype=torch.int8)) is None
+        assert "needs compute capability 8.9, got 8.0" in rounding.why_rows_unsupported(call)
+        assert rounding.why_rows_unsupported(call._replace(dtype=torch.int8)) is None
 
 
 @pytest.mark.parametrize(("capability", "converts_exactly"), [(89, False), (90, True), (100, True)])

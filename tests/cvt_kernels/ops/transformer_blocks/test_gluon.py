@@ -6,6 +6,7 @@ import torch
 import cvt_kernels as ck
 from cvt_kernels import backends
 from cvt_kernels.launch import launching
+from cvt_kernels.ops import weight_cache
 from cvt_kernels.records import Linear, Norm, TransformerBlock
 from tests.cvt_kernels.ops.test_accesses import random_conv
 from tests.processes import run_python
@@ -132,14 +133,14 @@ def test_blocks_that_are_unlike(multiprocessors):
 
 def test_changes_of_weights_are_noticed():
     made = block()
-    before, (packed, _) = gluon._folded_fc1(made), gluon.packed_linears(made.linears)
+    before, (packed, _) = gluon._folded_fc1(made), weight_cache.packed_linears(made.linears)
     assert gluon._folded_fc1(made)[0] is before[0]
-    assert gluon.packed_linears(made.linears)[0] is packed
+    assert weight_cache.packed_linears(made.linears)[0] is packed
     made.norm2.bias.add_(1)
     made.linears[2].weight.mul_(2)
     after = gluon._folded_fc1(made)
     assert torch.equal(after[0], before[0])
     assert not torch.equal(after[1], before[1])
     assert torch.equal(
-        gluon.packed_linears(made.linears)[0], torch.cat([each.weight for each in made.linears])
+        weight_cache.packed_linears(made.linears)[0], torch.cat([each.weight for each in made.linears])
     )

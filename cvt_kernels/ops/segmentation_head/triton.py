@@ -1,4 +1,20 @@
-"""The kernel of the segmentation head, its launch, and the backend's function."""
+"""Triton kernel of ``segmentation_head``.
+
+It computes logits = classifier(relu(weight · x + bias + Σ resize(weightᵢ · mapᵢ))).
+
+Layout: x (B, C, H, W) with any strides, logits (B, H·W, L), contiguous. cuBLAS multiplies every other map at
+its own size, with a result (B, Hᵢ, Wᵢ, D) of the dtype of x. The kernel does all the rest: it reads x, the
+products and the weights, and writes the logits only. No map of D channels at the size of x is in memory.
+
+A program has a rectangle of pixels, so that the pixels which it reads from the products are neighbors too.
+For a chunk of the D channels it adds four pixels of every product, by their bilinear weights, in float32;
+tensor cores add the product of x and its weights. ReLU is applied in registers, and the result is a factor of
+the classifier's product, whose sums stay in registers over all chunks. Programs side by side have up to 256
+classes each, and each of them computes the sums before ReLU.
+
+There are no gradients, and nothing is saved. Float64 is left to PyTorch, since pixels are interpolated in
+float32.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +26,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from .... import launch
-from ....backends import Record
-from ....launch import formulas, launching
-from ....launch.records import Product
-from ...linear.triton.common import part_width
-from ...triton_launch import (
+from ... import launch
+from ...backends import Record
+from ...launch import formulas, launching
+from ...launch.records import Product
+from ..linear.triton.common import part_width
+from ..triton_launch import (
     grid_dependency_synchronize,
     padded,
     product_types,
@@ -33,28 +49,22 @@ launch.register(Product, formulas.segmentation_head, "segmentation_head")
 
 
 class HeadSpec(NamedTuple):
-    """The compile-time constants of the kernel: ``SPEC`` in it.
+    """The compile-time constants of the kernel: ``SPEC`` in it."""
 
-    Attributes:
-        inputs, channels, classes: C, D and L.
-        maps: How many maps are interpolated.
-        rows, columns: Of a program's rectangle of pixels.
-        step: Inputs of a step of the first map's product.
-        chunk: Channels that are added up at once.
-        width, parts: Classes of a part of a program's logits, and parts.
-        element, operand, accumulator, precision: See :func:`product_types`.
-    """
-
+    # C, D and L
     inputs: int
     channels: int
     classes: int
-    maps: int
+    maps: int  # How many maps are interpolated
+    # Of a program's rectangle of pixels
     rows: int
     columns: int
-    step: int
-    chunk: int
+    step: int  # Inputs of a step of the first map's product
+    chunk: int  # Channels that are added up at once
+    # Classes of a part of a program's logits, and parts
     width: int
     parts: int
+    # See :func:`product_types`
     element: Any
     operand: Any
     accumulator: Any
@@ -192,18 +202,11 @@ def _spec_of(config: Product, x: Tensor, maps: int, channels: int, classes: int)
     part = part_width(classes, config.width, config.parts)
     tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return HeadSpec(
-        inputs=inputs,
-        channels=channels,
-        classes=classes,
-        maps=maps,
-        rows=config.block_m // columns,
-        columns=columns,
-        step=min(config.block_k, padded(inputs)),
-        chunk=min(config.block_k, padded(channels)),
-        width=part,
-        parts=min(config.parts, -(-classes // part)),
-        **product_types(x.dtype, tf32=tf32),
-    )
+        inputs=inputs, channels=channels, classes=classes, maps=maps, rows=config.block_m // columns,
+        columns=columns, step=min(config.block_k, padded(inputs)),
+        chunk=min(config.block_k, padded(channels)), width=part,
+        parts=min(config.parts, -(-classes // part)), **product_types(x.dtype, tf32=tf32),
+    )  # fmt: skip
 
 
 def head_forward(
@@ -228,18 +231,16 @@ def head_forward(
     for i, (map_height, map_width) in enumerate(sizes):
         of_maps |= {f"height{i}": map_height, f"width{i}": map_width}
         of_maps |= {f"ratio_y{i}": map_height / height, f"ratio_x{i}": map_width / width}
-    strides = dict(zip(("image", "channel", "row", "column"), x.stride(), strict=True))
+    names = "image_stride", "channel_stride", "row_stride", "column_stride"
+    strides = dict(zip(names, x.stride(), strict=True))
     launching.launch(
         _segmentation_head_kernel, (batch * tiles, -(-classes // (spec.width * spec.parts))), on=x,
         options=config.options,
         x_ptr=x, w_ptr=weight, bias_ptr=bias, map_ptrs=tuple(products), classifier_ptr=classifier_weight,
         classifier_bias_ptr=classifier_bias, out_ptr=out, height=height, width=width, tiles_x=tiles_x,
-        tiles=tiles, SPEC=spec, **of_maps, **{f"{name}_stride": each for name, each in strides.items()},
+        tiles=tiles, SPEC=spec, **of_maps, **strides,
     )  # fmt: skip
     return out
-
-
-# The backend ----------------------------------------------------------------------------------------------
 
 
 def why_unsupported(call: Record) -> str | None:

@@ -1,21 +1,40 @@
-"""The kernels that round rows to 8-bit numbers, alone or behind LayerNorm or GELU."""
+"""Triton kernels of the quantization of activations.
+
+- ``quantize_rows``: values = round(x · limit / max |x|), scales = max |x| / limit, row by row
+- ``layer_norm_quantize``: the same of layer_norm(x + shift)
+- ``gelu_quantize``: the same of gelu(x + bias)
+
+The limit is 127 for int8 and 448 for float8_e4m3fn. Layout: x (..., K) as PyTorch has it; dimensions before
+the last are M rows. Inputs that are not contiguous are copied first; results are contiguous.
+
+Rounding: a program holds several short rows in registers, from one read of x to one write of the values.
+Results of LayerNorm and GELU stay in float32 until they are rounded. The largest number of a row is found by
+comparing the bits without the sign as integers, where NaN > infinity > all other numbers. Multiplication and
+rounding must not be fused, which would round ties differently from the reference; these kernels are therefore
+compiled without FMA contraction.
+
+Products of such rows are PyTorch's. There are no gradients. Bytes per launch, with e per element of x:
+M·K·(e + 1) + 4·M.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....launch import launching
-from ....records import LEAST
-from ...conv_embedding.triton.common import channels_of, layer_norm, load_vector
-from ...graph_operators import launcher
-from ...triton_gelu import activate
-from ...triton_launch import grid_dependency_synchronize
-from .common import RowSpec
+from ... import launch, machine
+from ...backends import Record
+from ...launch import formulas, launching
+from ...launch.records import Rows
+from ...records import LEAST, LIMITS, QuantizedRows
+from ..conv_embedding.triton.common import Parts, channels_of, layer_norm, load_vector, within
+from ..graph_operators import launcher
+from ..triton_gelu import activate
+from ..triton_launch import contiguous, grid_dependency_synchronize
 
 _LEAST = tl.constexpr(LEAST)
 _INFINITY = tl.constexpr(0x7F800000)  # its bits
@@ -28,6 +47,43 @@ _TANH_CUBIC = tl.constexpr(0.044715 * 1.5957691216057308 / 0.6931471805599453)
 _QUICK = tl.constexpr(1.702 / 0.6931471805599453)
 _LEAST_NORMAL = tl.constexpr(2.0**-6)  # of float8_e4m3fn
 
+#: The most channels of a row that is rounded: it is held in the registers of a program.
+MAX_CHANNELS = 8192
+
+launch.register(Rows, formulas.quantize, "quantize_rows")
+
+
+class RowSpec(NamedTuple):
+    """The compile-time constants of a kernel that rounds rows."""
+
+    parts: Parts  # The parts of a row
+    rows: int  # Rows that the threads of a program hold at once
+    repeats: int  # Rounds of rows per program
+    limit: float  # The largest number of the dtype of the values
+    is_float8: bool  # Whether the values are float8_e4m3fn, rather than int8
+    interpreted: bool  # Whether the kernel runs in Triton's interpreter
+    # Whether conversions to float8 round once, to nearest. sm_89's go by way of float16, and the
+    # interpreter's are right only for numbers that need no rounding.
+    converts_exactly: bool
+
+    @classmethod
+    def of(cls, x: Tensor, dtype: torch.dtype) -> tuple[RowSpec, Rows]:
+        """Returns the specification for contiguous rows x (M, C) and values of ``dtype``, and its launch."""
+        count, channels = x.shape
+        chip = launching.chip(x.device)
+        config = launch.configuration("quantize_rows", x.dtype, (channels,), count, chip)
+        parts = Parts.of(channels, x, least=1, most=MAX_CHANNELS)
+        # A thread stores 16 values at once.
+        rows = max(32 * config.num_warps * 16 // parts.width, 1)
+        repeats = max(config.elements // triton.next_power_of_2(rows * parts.width * parts.count), 1)
+        spec = cls(
+            parts=parts, rows=rows, repeats=repeats, limit=LIMITS[dtype],
+            is_float8=dtype == torch.float8_e4m3fn, interpreted=machine.INTERPRETING,
+            converts_exactly=not machine.INTERPRETING and chip.capability >= 90,
+        )  # fmt: skip
+        return spec, config
+
+
 # Device functions -----------------------------------------------------------------------------------------
 
 
@@ -39,15 +95,6 @@ def _rows_of_program(SPEC: tl.constexpr):
 
 
 @triton.jit
-def _mask(part, row, count, SPEC: tl.constexpr):
-    PARTS: tl.constexpr = SPEC.parts
-    mask = row < count
-    if (part + 1) * PARTS.width > PARTS.channels:
-        mask = mask & (channels_of(part, PARTS)[None, None, :] < PARTS.channels)
-    return mask
-
-
-@triton.jit
 def _load_rows(x_ptr, first, row, count, SPEC: tl.constexpr):
     """Returns the parts of some rows in float32, zeros beyond their end."""
     PARTS: tl.constexpr = SPEC.parts
@@ -56,8 +103,8 @@ def _load_rows(x_ptr, first, row, count, SPEC: tl.constexpr):
     x_ptr += first * C
     xs = ()
     for part in tl.static_range(COUNT):
-        c = channels_of(part, PARTS)[None, None, :]
-        x = tl.load(x_ptr + (row * C + c), mask=_mask(part, row, count, SPEC), other=0.0)
+        ptrs = x_ptr + (row * C + channels_of(part, PARTS))
+        x = tl.load(ptrs, mask=within(part, row < count, PARTS), other=0.0)
         xs = xs + (x.to(tl.float32),)
     return xs
 
@@ -131,9 +178,9 @@ def _store_rounded(ys, values_ptr, scales_ptr, first, row, rows, SPEC: tl.conste
     tl.store(scales_ptr + first + row, tl.where(is_finite, scales, float("nan")), mask=row < count)
     values_ptr += first * C
     for part in tl.static_range(COUNT):
-        c = channels_of(part, PARTS)[None, None, :]
+        ptrs = values_ptr + (row * C + channels_of(part, PARTS))
         value = tl.where(is_finite, ys[part], 0.0) * factor
-        tl.store(values_ptr + (row * C + c), _rounded(value, SPEC), mask=_mask(part, row, count, SPEC))
+        tl.store(ptrs, _rounded(value, SPEC), mask=within(part, row < count, PARTS))
 
 
 # Kernels --------------------------------------------------------------------------------------------------
@@ -228,3 +275,44 @@ def _launch(kernel: Any, x: Tensor, dtype: torch.dtype, **given: Any) -> tuple[T
         x_ptr=x, values_ptr=values, scales_ptr=scales, rows=rows, SPEC=spec, **given,
     )  # fmt: skip
     return values, scales
+
+
+def why_rows_unsupported(call: Record) -> str | None:
+    """Returns why these kernels cannot round the rows of a call, or None."""
+    x, dtype = call.x, call.dtype
+    if x.numel() == 0:
+        return "the batch is empty"
+    if x.dtype == torch.float64:
+        return "float64 is not rounded, but for checks of accuracy, by the reference"
+    if x.shape[-1] > MAX_CHANNELS:
+        return f"rows of {x.shape[-1]} channels, more than {MAX_CHANNELS}, do not fit on the chip"
+    if x.numel() // x.shape[-1] >= 2**31 - 2**10:
+        return "there are 2³¹ rows or more"
+    if dtype == torch.float8_e4m3fn and (capability := launching.chip(x.device).capability) < 89:
+        return f"float8_e4m3fn needs compute capability 8.9, got {capability / 10}"
+    return None
+
+
+def quantize_rows(call: Record) -> QuantizedRows:
+    """Computes ``cvt_kernels.quantize_rows`` for checked arguments."""
+    return _served(quantize_rows_forward, *call)
+
+
+def layer_norm_quantize(call: Record) -> QuantizedRows:
+    """Computes ``cvt_kernels.layer_norm_quantize`` for checked arguments."""
+    x, weight, bias, eps, shift, dtype = call
+    weight, bias, shift = map(contiguous, (weight, bias, shift))
+    return _served(layer_norm_quantize_forward, x, weight, bias, eps, shift, dtype)
+
+
+def gelu_quantize(call: Record) -> QuantizedRows:
+    """Computes ``cvt_kernels.gelu_quantize`` for checked arguments."""
+    x, bias, approximate, dtype = call
+    return _served(gelu_quantize_forward, x, contiguous(bias), approximate, dtype)
+
+
+def _served(forward: Any, x: Tensor, *others: Any) -> QuantizedRows:
+    """Calls a launcher on the rows of x; reshapes the values like x."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    values, scales = forward(rows, *others)
+    return QuantizedRows(values.view(x.shape), scales.view(*x.shape[:-1], 1))

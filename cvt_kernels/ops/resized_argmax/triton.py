@@ -1,4 +1,17 @@
-"""The kernels of resized_argmax, their launches, and the backend's function."""
+"""Triton kernels of ``resized_argmax``: argmax over the classes of logits that are resized bilinearly.
+
+Layout: logits (B, K, h, w) with any strides, best with adjacent classes; the result (B, H, W), int64.
+
+``pixel_classes`` finds the largest class of each pixel of the logits, or −1 where a logit is not finite. In
+``resized_argmax`` a program has a rectangle of pixels of the result. A class that is the largest in all four
+neighbors of a pixel is the largest in between, since bilinear weights are not negative. If that holds for all
+its pixels, a program is done; else it interpolates the classes of its pixels in float32, some at a time, and
+keeps the largest in registers. What a pixel gets does not depend on the others of its program.
+
+Bytes per launch: the logits once and 4·B·h·w written; then 4·B·h·w, 8·B·H·W written, and of the logits what
+lies around pixels whose neighbors differ. The resized logits, K numbers for each of B·H·W pixels, are never
+in memory. Nothing is saved: there is no gradient. Float64 is left to PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .... import launch
-from ....backends import Record
-from ....launch import launching
-from ....launch.records import Rows
-from ...triton_launch import grid_dependency_synchronize, source
+from ... import launch
+from ...backends import Record
+from ...launch import launching
+from ...launch.records import Rows
+from ..triton_launch import grid_dependency_synchronize, source
 
 #: The most classes that are compared at once, and the most columns of a rectangle of pixels.
 _CHUNK, _COLUMNS = 8, 16
@@ -23,16 +36,11 @@ launch.register(Rows, lambda need: Rows(elements=512, num_warps=4), "resized_arg
 
 
 class ArgmaxSpec(NamedTuple):
-    """The compile-time constants of the kernels: ``SPEC`` in them.
+    """The compile-time constants of the kernels: ``SPEC`` in them."""
 
-    Attributes:
-        classes: K.
-        chunk: Classes that are compared at once.
-        rows, columns: Of a program's rectangle of pixels.
-    """
-
-    classes: int
-    chunk: int
+    classes: int  # K
+    chunk: int  # Classes that are compared at once
+    # Of a program's rectangle of pixels
     rows: int
     columns: int
 
@@ -174,9 +182,6 @@ def argmax_forward(logits: Tensor, size: tuple[int, int]) -> Tensor:
         tiles=tiles, SPEC=spec, **strides,
     )  # fmt: skip
     return out
-
-
-# The backend ----------------------------------------------------------------------------------------------
 
 
 def why_unsupported(call: Record) -> str | None:
