@@ -153,8 +153,8 @@ def _replaced_method(module: nn.Module, owner: Any) -> str | None:
     return next((name for name in others if any(name in members for members in overriding)), None)
 
 
-def parts_or_why_not(block: nn.Module, entry: BlockEntry) -> Parts | str:
-    """Returns the parts of a block, or why it has none for a fused forward."""
+def parts_or_why_not(block: nn.Module, entry: BlockEntry, *, in_call: bool = False) -> Parts | str:
+    """Returns the parts of a block, or why it has none for a fused forward, before a call or within one."""
     parts: Any = _built_parts(block, entry)
     if isinstance(parts, str):
         return parts
@@ -164,7 +164,7 @@ def parts_or_why_not(block: nn.Module, entry: BlockEntry) -> Parts | str:
             expected = " or ".join(dict.fromkeys(names))
             missing = f"is missing, expected {expected}" if module is None else None
             return f"{_path_of(block, module)} {missing or why_another_class(module, expected)}"
-        if (reason := why_tensors_not_plain(module)) is not None:
+        if (reason := why_tensors_not_plain(module, may_be_sharded=not in_call)) is not None:
             return f"{_path_of(block, module)} {reason}"
     return parts.why_unsupported() or parts
 
@@ -242,7 +242,7 @@ def parts_if_fused(block: nn.Module, entry: BlockEntry) -> Any:
 
 def examine(block: nn.Module, entry: BlockEntry) -> ExaminedBlock:
     """Examines a block, without keeping the result."""
-    parts = parts_or_why_not(block, entry)
+    parts = parts_or_why_not(block, entry, in_call=True)
     modules = list(itertools.islice(block.modules(), 1, None))
     if isinstance(parts, BypassedParts):
         modules = [module for module, _ in parts.modules]
@@ -258,7 +258,7 @@ def examine(block: nn.Module, entry: BlockEntry) -> ExaminedBlock:
 def _parts_if_traced(block: nn.Module, entry: BlockEntry) -> Parts | None:
     """Returns the parts, or None, by checks that ``torch.compile`` can trace and guard."""
     forward = getattr(type(block), UNFUSED, type(block)).forward
-    parts = parts_or_why_not(block, entry)
+    parts = parts_or_why_not(block, entry, in_call=True)
     if isinstance(parts, str) or _why_another_forward(block, entry, forward) is not None:
         return None
     modules = [module for module, _ in parts.bypassed()]

@@ -50,10 +50,13 @@ def is_plain_linear(module: Any) -> bool:
     return type(module) is nn.Linear and is_plain(module.weight) and not is_watched(module)
 
 
-def why_tensors_not_plain(module: nn.Module) -> str | None:
-    """Returns which own parameter or buffer of a module only its own forward can compute with, or None."""
+def why_tensors_not_plain(module: nn.Module, *, may_be_sharded: bool = False) -> str | None:
+    """Returns which own parameter or buffer of a module only its own forward can compute with, or None.
+
+    Sharded ones may be plain in a call, since FSDP gathers them before it.
+    """
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if not is_plain(tensor):
+        if not (is_plain(tensor) or (may_be_sharded and type(tensor).__name__ == "DTensor")):
             return f"has a {type(tensor).__name__} as {name}, expected a plain tensor"
     return None
 

@@ -313,7 +313,7 @@ def _fsdp_step(rank, make, accelerated):
     assert relative(logits(sharded(_share(x, rank))).detach(), _share(logits(own(x)).detach(), rank)) < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_two_processes(tmp_path):
     """DDP and SyncBatchNorm against one process with the joined batch, and FSDP2."""
     run_ranks(_process, str(tmp_path))
