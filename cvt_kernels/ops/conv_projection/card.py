@@ -142,7 +142,9 @@ CARDS = {
             "sliding, frozen": _accesses("height=3 width=2 channels=3 branches=2"),
             "sliding": _accesses("height=5 width=3 channels=5 branches=2 layout=chunk", training=True),
             "sliding of pairs": _accesses("height=3 width=5 channels=6 dtype=bfloat16", training=True),
-            "sliding at one pixel": _accesses("height=1 width=1 channels=3 branches=2", training=True),
+            "sliding at one pixel": _accesses(
+                "height=1 width=1 channels=5 branches=2 batch=5", training=True
+            ),
         },
         emulated={
             name: f"kernel=3 padding=1 class_token=True {words}"

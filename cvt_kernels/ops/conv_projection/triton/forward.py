@@ -322,12 +322,14 @@ def _conv_projection_sliding_stats_kernel(
     moments = ()
     for i in tl.static_range(len(STRIDES)):
         weights = load_weights(w_ptrs[i], place, LANES)
-        total = weights[0]
-        for t in tl.static_range(1, 9):
-            total += weights[t]
+        total = zero
+        for t in tl.static_range(9):
+            row, col = place.first_row + t // 3 - 1, place.col + t % 3 - 1
+            is_inside = (row >= 0) & (row < height) & (col >= 0) & (col < width)
+            total += tl.where(is_inside, weights[t], 0.0)
         starts = starts + (zero,)
         taps = taps + (weights,)
-        # The mean begins at a constant image's mean: from 0, a large mean would round the rest away.
+        # The mean begins at a constant image's first output: from 0, a large mean would round the rest away.
         moments = moments + ((pixel * total, zero),)
     first, second = column_limits(place.col, width, height, place.c_mask, 0, 2)
     height_of_strip = place.end_row - place.first_row

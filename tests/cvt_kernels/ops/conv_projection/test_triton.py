@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from cvt_kernels.ops.conv_projection.triton import backward, forward
 from cvt_kernels.ops.conv_projection.triton.autograd import why_unsupported
@@ -27,6 +28,19 @@ def test_statistics_of_many_regions_are_merged(regions):
     merged = samples.flatten(1, 2)
     torch.testing.assert_close(mean, merged.mean(1), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(variance, merged.var(1, correction=0), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 5), (5, 1), (4, 4)])
+def test_statistics_do_not_begin_at_taps_outside_of_the_map(size):
+    """At one pixel only the middle one counts, which is small here."""
+    weight = torch.randn(3, 1, 3, 3)
+    weight[:, :, 1, 1] *= 2.0**-10
+    x = torch.randn(5, size[0] * size[1], 3)
+    image = x.double().transpose(1, 2).unflatten(2, size)
+    outputs = F.conv2d(image, weight.double(), padding=1, groups=3).transpose(0, 1).flatten(1)
+    mean, variance = forward.batch_statistics(x, list(size), [1], [weight], *[[]] * 6)
+    torch.testing.assert_close(mean[0].double(), outputs.mean(1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(variance[0].double(), outputs.var(1, correction=0), rtol=1e-5, atol=0)
 
 
 @needs_float64
