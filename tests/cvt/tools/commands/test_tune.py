@@ -159,7 +159,7 @@ def test_interrupted_it_leaves_no_process(number):
     while not processes_of(words) and time.monotonic() < deadline:
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
-    time.sleep(5.0)  # so that it has something to remember
+    time.sleep(1.0)  # so that it is at work
     os.killpg(process.pid, number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else -number)
