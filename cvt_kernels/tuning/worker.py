@@ -181,7 +181,7 @@ def main(descriptor: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     os.dup2(2, 1)  # what a kernel prints does not belong in the table
     connection = Connection(descriptor)
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, ConnectionError):
         device, threads, setup, chosen = connection.recv()
         torch.set_num_threads(threads)
         if device.type == "cuda":
