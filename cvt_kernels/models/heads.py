@@ -101,8 +101,6 @@ def _serve(head: Any, linears: list[Any], tensors: list[Any], states: Sequence[T
     return as_map(logits, states[0].shape[2:])
 
 
-@torch.inference_mode(False)  # copies made in inference mode could not be used outside it
-@torch.no_grad()
 def _fold(head: Any, linears: list[Any]) -> tuple[list[Tensor], Tensor | None]:
     """Returns the weight for each map that all layers up to the sum make, and its bias."""
     parts, bias = _parts_of_fusion(head, linears, True)
