@@ -36,16 +36,17 @@ def cpu_flags() -> set[str]:
 def cpu_sets_here() -> list[str]:
     """Returns the instruction sets of CPU_SETS that this CPU has: ``plain`` alone where it is no x86-64.
 
-    The last one serves best. Tiles are among them where Linux lets this process use them; without tiles,
-    pairs of bfloat16 that are slower than float32 come before ``avx512_vnni``.
+    The last one serves best. Tiles are among them where Linux lets this process use them. Pairs of bfloat16
+    that are slower than float32 come before ``avx512_vnni``.
     """
     has = cpu_flags()
     names = [name for name, needed in CPU_SETS.items() if has.issuperset(needed.split())]
     if "amx_bf16" in names and not may_use_tiles():
         names.pop()
     slow_pairs = "avx512_fp16" in has and "avx512_vp2intersect" not in has  # see has_slow_pairs in cpu.h
-    if names[-1] == "avx512_bf16" and slow_pairs:
-        names[-2:] = reversed(names[-2:])
+    if slow_pairs and "avx512_bf16" in names:
+        names.remove("avx512_bf16")
+        names.insert(names.index("avx512_vnni"), "avx512_bf16")
     return names
 
 
