@@ -45,8 +45,8 @@ _KERNELS_FIRST = {
 _seed = torch.default_generator.manual_seed
 _FROZEN_REFUSES = "is frozen for serving and cannot train"
 _TOLERANCE = 1e-4  # of the largest value of the twin
-#: The largest error that the accelerated model may have where the two differ by more and its twin loses as
-#: much: of forwards, by the bytes of their dtype.
+#: How far the accelerated model may be from float64, or from its twin, where the twin loses as much: of
+#: forwards, by the bytes of their dtype.
 _MOST_LOST = {2: 0.25, 4: 5e-4, 8: 5e-4}
 _MOST_OFF = 1e-3  # of the largest gradient
 _DRAWS = 8  # of images
@@ -203,7 +203,8 @@ class _Pair:
         if error <= tolerance:
             return
         ours, twins, allowed = self._lost(results_of, error)
-        if not ours <= min(allowed, _MOST_LOST[next(self.own.parameters()).itemsize]):
+        is_near = min(ours, error) <= _MOST_LOST[next(self.own.parameters()).itemsize]
+        if not (is_near and ours <= allowed):
             flaw = f"is off by {error:.2e} of the largest value, and by {ours:.2e} of float64's"
             raise _Flaw(f"{flaw}, the twin by {twins:.2e}")
 
