@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import statistics
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,7 @@ _TOLERANCE = 1e-4  # of the largest value of the twin
 #: forwards, by the bytes of their dtype.
 _MOST_LOST = {2: 0.25, 4: 5e-4, 8: 5e-4}
 _MOST_OFF = 1e-3  # of the largest gradient
-_DRAWS = 8  # of images
+_DRAWS = 15  # of images
 
 
 # Changes of a model ---------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ class _Pair:
     def _lost(self, results_of: Callable[[nn.Module], Tensor], error: float) -> tuple[float, float, float]:
         """Returns our error, the twin's and the allowed one, of the largest value of the twin in float64.
 
-        Where they are too large for the images, they are means over several: of few numbers the error is a
+        Where they are too large for the images, they are medians over several: of few numbers the error is a
         matter of luck. Where the twin cannot be copied or run in float64, ours is ``error``.
         """
         images, errors = self.images, list[tuple[float, float, float]]()
@@ -227,7 +228,7 @@ class _Pair:
                 break
             self.images = _changed(images, self.source)
         self.images = images
-        ours, twins, allowed = (sum(each) / len(errors) for each in zip(*errors, strict=True))
+        ours, twins, allowed = map(statistics.median, zip(*errors, strict=True))
         return ours, twins, allowed
 
     def _exact(self, results_of: Callable[[nn.Module], Any]) -> Any:
