@@ -110,6 +110,7 @@ class BlockParts(NamedTuple):
         linears: The linear layers of Q, of K and of V. The last of fewer than three makes several, one below
             another.
         num_heads, scale: Heads of attention, and the factor on the scores.
+        head_dim: Channels of a head, where upstream's forward reads an attribute for them.
         proj: The linear layer after attention.
         fc1, fc2: The linear layers of the MLP.
         activation: The module of its GELU; None where the MLP computes it.
@@ -144,6 +145,7 @@ class BlockParts(NamedTuple):
     attention_drop: Any
     drops: tuple[Any, Any, Any]
     drop_path: Any
+    head_dim: int | None = None
     activation: nn.Module | None = None
     gelu: GeluVariant = "none"
     branches: Sequence[Any] = ()
@@ -229,7 +231,9 @@ class BlockParts(NamedTuple):
 
     def why_unsupported(self) -> str | None:
         """Returns why modules of the right kinds are not supported all the same, or None."""
-        norms = [self.norm1, self.norm2]
+        norms, channels = [self.norm1, self.norm2], self.proj.weight.shape[1]
+        if self.head_dim is not None and self.num_heads * self.head_dim != channels:
+            return f"has {self.num_heads} heads of {self.head_dim} channels, expected {channels} together"
         if self.reduction is not None:
             conv, norm = self.reduction
             norms.append(norm)

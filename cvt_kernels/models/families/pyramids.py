@@ -28,6 +28,7 @@ def common_parts(self: Any, attention: Any, attention_drop: nn.Module) -> dict[s
         "linears": (attention.query, attention.key, attention.value),
         "num_heads": attention.num_attention_heads,
         "scale": attention.attention_head_size**-0.5,
+        "head_dim": attention.attention_head_size,
         "attention_drop": attention_drop,
         "norm2": self.layer_norm_2,
         "fc1": mlp.dense1,

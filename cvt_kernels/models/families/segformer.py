@@ -36,6 +36,7 @@ def _segformer_block(self: Any) -> BlockParts:
         reduction=None if reduction is None else (reduction.sequence_reduction, reduction.layer_norm),
         num_heads=attention.num_attention_heads,
         scale=attention.scaling,
+        head_dim=attention.head_dim,
         attention_drop=attention,
         proj=attention.o_proj,
         norm2=self.layernorm_after,

@@ -42,6 +42,7 @@ def _parts(self: Any, linears: tuple[Any, ...], drops: tuple[Any, Any, Any], **o
         norm1=self.norm1,
         linears=linears,
         num_heads=attn.num_heads,
+        head_dim=attn.head_dim,
         # timm's scaled_dot_product_attention is called without its scale.
         scale=attn.head_dim**-0.5 if attn.fused_attn else attn.scale,
         attention_drop=attn.attn_drop,

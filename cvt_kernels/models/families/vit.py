@@ -47,6 +47,7 @@ def _parts(
     return BlockParts(
         norm1=norm1,
         linears=linears,
+        head_dim=getattr(attention, "head_dim", getattr(attention, "attention_head_size", None)),
         proj=proj,
         norm2=norm2,
         fc1=fc1,
