@@ -231,8 +231,10 @@ class BlockParts(NamedTuple):
 
     def why_unsupported(self) -> str | None:
         """Returns why modules of the right kinds are not supported all the same, or None."""
-        norms, channels = [self.norm1, self.norm2], self.proj.weight.shape[1]
-        if self.head_dim is not None and self.num_heads * self.head_dim != channels:
+        norms, weight = [self.norm1, self.norm2], getattr(self.proj, "weight", None)
+        # A module in the place of `proj` need not have a weight, or one that is a tensor.
+        channels = weight.shape[1] if isinstance(weight, Tensor) else None
+        if channels and self.head_dim is not None and self.num_heads * self.head_dim != channels:
             return f"has {self.num_heads} heads of {self.head_dim} channels, expected {channels} together"
         if self.reduction is not None:
             conv, norm = self.reduction
