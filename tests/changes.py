@@ -1243,13 +1243,14 @@ def _again(model: nn.Module, source: Source) -> nn.Module:
 
 @deed("accelerate in another way", not_in=("training",))
 def _otherwise(model: nn.Module, source: Source) -> None:
-    if not source.is_plain:
-        for freeze in (None, True, False):
+    for freeze in (None, True, False):
+        if not source.is_plain:
             # Changes before it may have left nothing that can be frozen.
             with contextlib.suppress(ValueError) if freeze else contextlib.nullcontext():
                 ck.accelerate(model, freeze=freeze)
-            with torch.no_grad():
-                model(source.images.to(next(model.parameters()).dtype))
+        # Changes before it may have left a model that raises: the plain one too.
+        with torch.no_grad():
+            model(source.images.to(next(model.parameters()).dtype))
 
 
 @deed("deepcopy")
