@@ -966,7 +966,7 @@ setting("stride", nn.Conv2d, place=_reducing, only=(*_CVT, *_LAYERED, "timm_pvt_
 setting("approximate", nn.GELU, place=_all, only=("huggingface", "microsoft", *_TIMMS), tolerance=1e-5)
 setting("approximate", place=_all, only=("ours",), tolerance=1e-5)
 setting("act", only=(*_LAYERED, "vit", "dinov2"))
-setting("momentum", nn.BatchNorm2d, only=_CVT, shows="training")
+setting("momentum", nn.BatchNorm2d, values=[0.7, 1.9], only=_CVT, shows="training")
 setting("track_running_stats", nn.BatchNorm2d, only=_CVT, shows="training")
 setting("p", nn.Dropout, only=(*_CVT, *_LAYERED, "vit", *_TIMMS), shows="training")
 setting("sequence_reduction_ratio", place=_all, values=[1], only=("segformer",))

@@ -415,6 +415,8 @@ def _why_convolutions_unsupported(pairs: Iterable[tuple[Any, Any]]) -> str | Non
             return "a convolution is not the same in both directions"
         if bn.running_mean is not None and not (is_frozen_batch_norm(bn) or bn.track_running_stats):
             return "a BatchNorm has running statistics that it no longer tracks"
+        if not 0 <= (momentum := getattr(bn, "momentum", None) or 0.0) <= 1:
+            return f"a BatchNorm has momentum {momentum:g}, expected a number in [0, 1] or None"
     return None
 
 

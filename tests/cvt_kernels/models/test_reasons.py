@@ -148,6 +148,7 @@ def _live_cvt():
             (norm, by(Doubling), "is a Doubling, expected LayerNorm"),
             (act, by(nn.SiLU), "is a SiLU, expected GELU"),
             (bn, own_forward, "has a forward of its own"),
+            (bn, setting("momentum", 1.9), "a BatchNorm has momentum 1.9, expected a number in [0, 1] or"),
         ):
             yield Case(make, row, path, change, reason)
 
@@ -194,6 +195,7 @@ def _projection():
 
 
 _OF_OTHERS = [
+    (segformer, "segformer.stages.0.blocks.0", "attention", setting("head_dim", 4), "heads of 4 channels"),
     (microsoft, "stage0.blocks.0", "mlp", setting("__class__", Louder), "mlp is a Louder"),
     (
         *(microsoft, "stage2.blocks.1", "attn", setting("__class__", Shifted)),
