@@ -231,10 +231,9 @@ class BlockParts(NamedTuple):
 
     def why_unsupported(self) -> str | None:
         """Returns why modules of the right kinds are not supported all the same, or None."""
-        norms, weight = [self.norm1, self.norm2], getattr(self.proj, "weight", None)
-        # A module in the place of `proj` need not have a weight, or one that is a tensor.
-        channels = weight.shape[1] if isinstance(weight, Tensor) else None
-        if channels and self.head_dim is not None and self.num_heads * self.head_dim != channels:
+        # What is in the place of `proj` need not have it. Sizes of the weight are tensors in torch.jit.trace.
+        norms, channels = [self.norm1, self.norm2], getattr(self.proj, "in_features", None)
+        if None not in (channels, self.head_dim) and self.num_heads * cast(int, self.head_dim) != channels:
             return f"has {self.num_heads} heads of {self.head_dim} channels, expected {channels} together"
         if self.reduction is not None:
             conv, norm = self.reduction
